@@ -55,7 +55,7 @@ TABLES = {
         "docs/cluster.md",
         "launch.estimate --output docs/cluster.md",
         0.5,
-        ("launch/estimate.py", "launch/plan.py", "launch/sizes.py", "launch/flags.py", "launch/layouts/**/*.args",
+        ("launch/estimate.py", "launch/plan.py", "launch/options.py", "launch/sizes.py", "launch/flags.py", "launch/layouts/**/*.args",
          "launch/models/*.args"),
     ),
     "parity": Table(

@@ -51,6 +51,10 @@ def _replace_device_queries(torch: Any) -> None:
     cuda.mem_get_info = lambda *args, **kwargs: (_MEMORY, _MEMORY)
     cuda.memory_stats = lambda *args, **kwargs: _NoMemoryStatistics()
     torch.accelerator.current_device_index = _constant(0)
+    init = torch.distributed.init_process_group  # whose default is NCCL, as a GPU seems to be there
+    torch.distributed.init_process_group = lambda backend=None, *args, **kwargs: init(
+        backend or "gloo", *args, **kwargs
+    )
 
 
 def _constant(value: Any) -> Callable[..., Any]:

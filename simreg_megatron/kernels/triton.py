@@ -138,7 +138,7 @@ def _pairs(
             tl.store(to, tl.sum(positive, axis=1), in_i)
             tl.store(to + kind, tl.sum(negative, axis=1), in_i)
             if UPPER:
-                in_j = in_j & (tile_i != tile_j)  # on the diagonal the rows have counted both sides
+                in_j = in_j & (j >= (tile_i + 1) * SIDE)  # on the diagonal the rows have counted both sides
             kind = breadth.to(tl.int64) * num_chunks * tiles_i
             to = of_columns + (chunk.to(tl.int64) * tiles_i + tile_i) * breadth + j
             tl.store(to, tl.sum(positive, axis=0), in_j)

@@ -19,6 +19,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from simreg_megatron.kernels import triton as form
@@ -82,7 +83,7 @@ def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, An
         # Triton's own command for ptxas, which it runs where a kernel is launched.
         target = {80: "sm_80", 90: "sm_90a"}[architecture]
         options = ["-v", "--regAllocOptLevel=2", f"-arch={target}", "-o", str(ptx.with_suffix(".o"))]
-        command = [triton.knobs.nvidia.ptxas.path, *options, str(ptx)]
+        command = [get_ptxas(architecture).path, *options, str(ptx)]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     code = re.sub(r"(?m)^\s*(\.loc|\.file|//).*$|(?s:\.section\s+\.debug.*)", "", built.asm["ptx"])  # no line numbers
     return {
