@@ -55,9 +55,9 @@ TABLES = {
         "docs/cluster.md",
         "launch.estimate --output docs/cluster.md",
         0.5,
-        ("launch/estimate.py", "launch/plan.py", "launch/options.py", "launch/sizes.py", "launch/flags.py", "launch/layouts/**/*.args",
-         "launch/models/*.args"),
-    ),
+        (*(f"launch/{name}.py" for name in ("estimate", "plan", "options", "sizes", "flags")),
+         "launch/layouts/**/*.args", "launch/models/*.args"),
+    ),  # fmt: skip
     "parity": Table(
         "benchmarks/results/parity.md",
         "tests.megatron.parity --output benchmarks/results/parity.md",
