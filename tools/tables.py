@@ -57,7 +57,7 @@ TABLES = {
         0.5,
         (*(f"launch/{name}.py" for name in ("estimate", "plan", "options", "sizes", "flags")),
          "launch/layouts/**/*.args", "launch/models/*.args"),
-    ),  # fmt: skip
+    ),
     "parity": Table(
         "benchmarks/results/parity.md",
         "tests.megatron.parity --output benchmarks/results/parity.md",
