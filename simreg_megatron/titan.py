@@ -6,10 +6,10 @@
         config.loss = SimRegLoss.Config(loss_fn=config.loss.loss_fn, simreg_lambda=20)
         return config
 
-torchtitan hands its loss the final hidden states, as one row of packed documents a micro-batch. SimReg's chunks are cut
-from that row. Written for torchtitan of August 2026 (commit b5bcd76c), whose loss takes [T, D] and `positions`.
+torchtitan hands its loss the final hidden states and, except in a pipeline, `positions`. SimReg's chunks are cut from
+each row of packed documents: release 0.3 has B of them in a micro-batch, main of August 2026 (commit b5bcd76c) one.
 
-Shapes: T tokens of a micro-batch on this rank, D features.
+Shapes: [B, T, D], or [T, D] where B is 1: B rows of T tokens on this rank, D features.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class SimRegLoss(ChunkedLossWrapper):
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return torchtitan's loss of hidden states [T, D] and labels [T], with SimReg's gradient, and its metrics.
+        """Return torchtitan's loss of hidden states [B, T, D] and labels [B, T] with SimReg's gradient, and its metrics.
 
         Raises:
             NotImplementedError: tensor or context parallelism, or another backend than spmd_types.
-            ValueError: chunks do not divide the micro-batch, or the document mask has no positions.
+            ValueError: chunks do not divide the rows, or the document mask has no positions.
         """
         loss, metrics = super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
         if not pred.requires_grad or self.config.simreg_lambda == 0:  # validation measures cross-entropy alone
@@ -74,9 +74,12 @@ class SimRegLoss(ChunkedLossWrapper):
             weighted = self.config.simreg_lambda * term
             return loss + (weighted - weighted.detach()), metrics | {"simreg/mean": term.detach()}
 
-    def _term(self, hidden_states_TD: Tensor, labels_T: Tensor, positions_T: Tensor | None) -> Tensor:
-        """Sum of the terms of all tokens with a label, on one rank's packed row."""
-        config, tokens = self.config, len(labels_T)
+    def _term(self, hidden_states: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        """Sum of the terms of all tokens with a label, on this rank."""
+        if labels.dim() == 1:
+            hidden_states, labels = hidden_states.unsqueeze(0), labels.unsqueeze(0)
+            positions = None if positions is None else positions.unsqueeze(0)
+        config, tokens = self.config, labels.shape[1]
         if get_spmd_backend() != "spmd_types" or spmd_mesh_size("cp") * spmd_mesh_size("tp") > 1:
             raise NotImplementedError(
                 "SimReg in torchtitan expects parallelism.spmd_backend='spmd_types' without tensor or context "
@@ -84,22 +87,20 @@ class SimRegLoss(ChunkedLossWrapper):
             )
         size = config.simreg_chunk_size
         if size < 2 or tokens % size:  # a row does not say where its sequences begin, so 0 cannot mean these
-            raise ValueError(
-                f"simreg_chunk_size {size} must be at least 2 and divide the {tokens} tokens of a micro-batch"
-            )
+            raise ValueError(f"simreg_chunk_size {size} must be at least 2 and divide the {tokens} tokens of a row")
         documents = None
         if config.simreg_document_mask:
-            if positions_T is None:
+            if positions is None:
                 raise ValueError("simreg_document_mask needs positions, which a pipeline does not give the loss")
-            documents = (positions_T == 0).cumsum(0).unsqueeze(0)
-        if not self._is_chosen and hidden_states_TD.is_cuda:
-            shape = trial.Shape(1, tokens, hidden_states_TD.shape[-1], config.simreg_chunk_size, hidden_states_TD.dtype)
-            logger.info("SimReg: %s", trial.choose(shape, hidden_states_TD.device))
+            documents = (positions == 0).cumsum(1)
+        if not self._is_chosen and hidden_states.is_cuda:
+            shape = trial.Shape(*hidden_states.shape, config.simreg_chunk_size, hidden_states.dtype)
+            logger.info("SimReg: %s", trial.choose(shape, hidden_states.device))
         self._is_chosen = True
         return simreg_loss(
-            hidden_states_TD.unsqueeze(0),
-            labels_T.unsqueeze(0),
-            valid=(labels_T != IGNORE_INDEX).unsqueeze(0),
+            hidden_states,
+            labels,
+            valid=labels != IGNORE_INDEX,
             documents=documents,
             temperature=config.simreg_temperature,
             chunk_size=config.simreg_chunk_size,

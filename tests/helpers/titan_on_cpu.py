@@ -7,6 +7,7 @@ a step, the same in every layout, and weights that follow from their names.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
@@ -25,7 +26,7 @@ DEGREES = {  # of two ranks
     "one": {},
     "fsdp": {"data_parallel_shard_degree": 2},
     "replicate": {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2},
-    "pipeline": {"data_parallel_shard_degree": 1, "pipeline_parallel_degree": 2, "num_pp_microbatches": 2},
+    "pipeline": {"data_parallel_shard_degree": 1, "pipeline_parallel_degree": 2},
 }
 
 
@@ -70,7 +71,6 @@ def main() -> None:
 
     utils.device_type, utils.device_module = "cpu", _Cpu("cpu")
     utils.get_local_device = lambda: torch.device("cpu")
-    from torchtitan.components.data.loader import BaseDataLoader
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -78,6 +78,10 @@ def main() -> None:
 
     from simreg_megatron.titan import SimRegLoss
 
+    config = llama3_debugmodel()
+    training, has_rows = config.training, hasattr(config.training, "seq_len")  # release 0.3; later ones have tokens
+    place = "dataloader" if has_rows else "data.loader"
+    BaseDataLoader = importlib.import_module(f"torchtitan.components.{place}").BaseDataLoader
     init_logger()
     dist_utils.set_pg_timeouts = lambda *_, **__: None
     FlexAttention._compiled_flex_attn = staticmethod(_attention)
@@ -94,8 +98,11 @@ def main() -> None:
             generator = torch.Generator().manual_seed(1)
             for number in itertools.count():
                 tokens = torch.randint(0, 50, (TOKENS + 1,), generator=generator)
+                positions = torch.arange(TOKENS) % 100
+                if has_rows:
+                    tokens, positions = tokens[None], positions[None]
                 if number % stride == first:
-                    yield {"input": tokens[:-1], "positions": torch.arange(TOKENS) % 100}, tokens[1:]
+                    yield {"input": tokens[..., :-1], "positions": positions}, tokens[..., 1:]
 
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -103,16 +110,19 @@ def main() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
 
-    config = llama3_debugmodel()
     config.loss = SimRegLoss.Config(
         loss_fn=config.loss.loss_fn, simreg_lambda=float(weight), simreg_chunk_size=64, simreg_temperature=0.5
     )
     config.dataloader = Loader.Config()
     config.hf_assets_path = tokenizer
-    training = config.training
-    training.num_tokens_per_microbatch_per_dp_rank, training.max_context_length, training.steps = TOKENS, 128, 4
-    training.disable_cuda_graphs, training.mixed_precision_param = True, "float32"
-    training.num_tokens_per_train_step = 2 * TOKENS
+    training.steps, training.disable_cuda_graphs, training.mixed_precision_param = 4, True, "float32"
+    pieces = 2 if kind == "pipeline" else 1
+    if has_rows:
+        training.local_batch_size, training.seq_len, training.global_batch_size = pieces, TOKENS, 2
+    else:
+        training.num_tokens_per_microbatch_per_dp_rank, training.max_context_length = TOKENS, 128
+        training.num_tokens_per_train_step = 2 * TOKENS
+        config.parallelism.num_pp_microbatches = pieces
     for name, degree in DEGREES[kind].items():
         setattr(config.parallelism, name, degree)
     config.validator.enable, config.checkpoint.enable, config.debug.seed = False, False, 1

@@ -22,6 +22,13 @@ titan = pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 WIDTH, TOKENS, LABELS = 16, 96, 7
 
 
+def rows() -> tuple[int, ...]:
+    """Shape of a micro-batch's labels: two rows in release 0.3, tokens alone in what came after it."""
+    from torchtitan.config import TrainingConfig
+
+    return (2, TOKENS) if hasattr(TrainingConfig, "seq_len") else (TOKENS,)
+
+
 def a_loss(**options: Any) -> Any:
     from torchtitan.distributed import utils
 
@@ -37,40 +44,43 @@ def a_loss(**options: Any) -> Any:
 @pytest.mark.parametrize("masks_documents", [False, True])
 def test_the_gradient_is_cross_entropys_and_simregs(masks_documents: bool) -> None:
     loss = a_loss(simreg_lambda=3.0, simreg_document_mask=masks_documents)
-    hidden_states = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    labels = torch.randint(0, LABELS, (TOKENS,))
-    labels[5:9] = -100
-    positions = torch.cat([torch.arange(40), torch.arange(TOKENS - 40)])
-    valid, documents = labels != -100, torch.tensor([0] * 40 + [1] * (TOKENS - 40))
+    hidden_states = torch.randn(*rows(), WIDTH, requires_grad=True)
+    labels = torch.randint(0, LABELS, rows())
+    labels[..., 5:9] = -100
+    positions = torch.cat([torch.arange(40), torch.arange(TOKENS - 40)]).expand(rows())
+    valid, documents = labels != -100, torch.tensor([0] * 40 + [1] * (TOKENS - 40)).expand(rows())
     value, metrics = loss(hidden_states, labels, valid.sum(), positions=positions)
     value.backward()
 
     expected = hidden_states.detach().clone().requires_grad_()
     weight = loss.lm_head.weight.detach()
-    cross_entropy = torch.nn.functional.cross_entropy(expected @ weight.T, labels, reduction="sum") / valid.sum()
-    options: dict[str, Any] = {"documents": documents[None]} if masks_documents else {}
+
+    def cross_entropy_of(states: torch.Tensor) -> torch.Tensor:
+        logits = (states @ weight.T).flatten(0, -2)
+        return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / valid.sum()
+
+    cross_entropy = cross_entropy_of(expected)
+    options: dict[str, Any] = {"documents": documents.view(-1, TOKENS)} if masks_documents else {}
     term = simreg_loss(
-        expected[None], labels[None], valid=valid[None], chunk_size=32, temperature=0.5, reduction="sum",
-        impl="reference", **options,
+        expected.view(-1, TOKENS, WIDTH), labels.view(-1, TOKENS), valid=valid.view(-1, TOKENS), chunk_size=32,
+        temperature=0.5, reduction="sum", impl="reference", **options,
     ) / valid.sum()  # fmt: skip
     (cross_entropy + 3 * term).backward()
     assert value.item() == pytest.approx(cross_entropy.item(), rel=1e-6)
     assert metrics["simreg/mean"].item() == pytest.approx(term.item(), rel=1e-5)
     torch.testing.assert_close(hidden_states.grad, expected.grad, rtol=1e-4, atol=1e-7)
-    (without,) = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(expected @ weight.T, labels, reduction="sum") / valid.sum(), expected
-    )
+    (without,) = torch.autograd.grad(cross_entropy_of(expected), expected)
     assert (hidden_states.grad - without).norm() > 0.1 * without.norm()
 
 
 def test_what_it_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from simreg_megatron import titan
 
-    states, labels = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.zeros(TOKENS, dtype=torch.long)
+    states, labels = torch.randn(*rows(), WIDTH, requires_grad=True), torch.zeros(rows(), dtype=torch.long)
     with pytest.raises(ValueError, match="simreg_document_mask needs positions"):
         a_loss(simreg_document_mask=True)(states, labels)
     with pytest.raises(ValueError, match="simreg_chunk_size 32 must be at least 2 and divide the 80 tokens"):
-        a_loss()(states[:80], labels[:80])
+        a_loss()(states[..., :80, :], labels[..., :80])
     with pytest.raises(ValueError, match="simreg_lambda must be 0 or more, not -1"):
         a_loss(simreg_lambda=-1)
     monkeypatch.setattr(titan, "spmd_mesh_size", lambda axis: 2 if axis == "cp" else 1)
