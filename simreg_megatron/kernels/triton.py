@@ -258,7 +258,7 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -
     One place, so that launches can be counted where no GPU is.
     """
     with torch.cuda.device_of(arguments[0]) if arguments[0].is_cuda else contextlib.nullcontext():
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, enable_fp_fusion=True, **constants)  # Triton 3.10 is to leave it off
 
 
 def cdiv(count: int, size: int) -> int:

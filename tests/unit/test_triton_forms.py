@@ -255,7 +255,7 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     with FakeTensorMode():
         rows = torch.empty(4, device="cuda:1")
-    launch = {(1,): lambda *_: launched_on.append(current[-1])}
+    launch = {(1,): lambda *_, **__: launched_on.append(current[-1])}
     kernels.run(launch, (1,), rows)
     assert launched_on == [1]
 
