@@ -13,7 +13,7 @@ venv=${TE_VENV:-$root/build/te-venv}
 python=$venv/bin/python
 origin=$venv/te-origin # says that this script made it; there from the first moment
 stamp=$venv/te-stamp   # which recipe was followed; there only after the whole of it
-te=2.16.1
+te=2.20.2
 bridge=0.6.2
 
 say() { printf 'test-te: %s\n' "$*" >&2; }
@@ -88,7 +88,7 @@ install_bridge() {
   site=$(ask 'sysconfig.get_paths()["purelib"]')
   say "installing Megatron-Bridge $bridge"
   install --no-deps "megatron-bridge==$bridge"
-  install omegaconf peft megatron-energon nvidia-modelopt httpx
+  install omegaconf peft megatron-energon nvidia-modelopt httpx 'transformers>=5.8,<=5.12.1'
   # Its wheels ask for glibc 2.39 and hold nothing but Python; an older system is offered 0.4.1, too old for Megatron.
   install --no-deps --only-binary :all: --platform "manylinux_2_39_$(uname -m)" --target "$site" --upgrade \
     'nvidia-resiliency-ext==0.7.*'
@@ -114,7 +114,7 @@ make_environment() {
   install_bridge
   # Last and alone: torch demands exactly its own cuBLAS, in which Transformer Engine misses a function.
   install --no-deps 'nvidia-cublas>=13.2,<13.3'
-  "$python" -c 'import transformer_engine.pytorch' || fail "Transformer Engine $te was built and cannot be imported."
+  "$python" -c 'import torch, transformer_engine.pytorch' || fail "Transformer Engine $te was built and cannot be imported."
   printf '%s\n' "$recipe" >"$stamp"
 }
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import util
 
 import pytest
 
 from tests.helpers import jobs
 from tests.megatron.runs import ROOT
 
-pytest.importorskip("megatron.bridge")
+if util.find_spec("megatron.bridge") is None:  # one that is there and cannot be imported fails below
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 NUMBER = r"([-+.\dE]+)"
 
 
