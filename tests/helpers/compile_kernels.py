@@ -76,7 +76,8 @@ def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, An
     source = ASTSource(
         kernel, signature, constexprs=constants, attrs={index: [["tt.divisibility", 16]] for index in aligned}
     )
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={**options_given, "enable_fp_fusion": True})
+    device = GPUTarget("cuda", architecture, 32)
+    built = triton.compile(source, target=device, options={**options_given, "enable_fp_fusion": True})
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(built.asm["ptx"], encoding="utf-8")
