@@ -58,7 +58,7 @@ class SimRegLoss(ChunkedLossWrapper):
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return torchtitan's loss of hidden states [B, T, D] and labels [B, T] with SimReg's gradient, and its metrics.
+        """Return torchtitan's loss of hidden states [B, T, D] and labels [B, T] with SimReg's gradient, and metrics.
 
         Raises:
             NotImplementedError: tensor or context parallelism, or another backend than spmd_types.
