@@ -79,7 +79,7 @@ class SimRegLoss(ChunkedLossWrapper):
         if labels.dim() == 1:
             hidden_states, labels = hidden_states.unsqueeze(0), labels.unsqueeze(0)
             positions = None if positions is None else positions.unsqueeze(0)
-        config, tokens = self.config, labels.shape[1]
+        config, (batch, tokens, width) = self.config, hidden_states.shape
         if get_spmd_backend() != "spmd_types" or spmd_mesh_size("cp") * spmd_mesh_size("tp") > 1:
             raise NotImplementedError(
                 "SimReg in torchtitan expects parallelism.spmd_backend='spmd_types' without tensor or context "
@@ -94,7 +94,7 @@ class SimRegLoss(ChunkedLossWrapper):
                 raise ValueError("simreg_document_mask needs positions, which a pipeline does not give the loss")
             documents = (positions == 0).cumsum(1)
         if not self._is_chosen and hidden_states.is_cuda:
-            shape = trial.Shape(*hidden_states.shape, config.simreg_chunk_size, hidden_states.dtype)
+            shape = trial.Shape(batch, tokens, width, config.simreg_chunk_size, hidden_states.dtype)
             logger.info("SimReg: %s", trial.choose(shape, hidden_states.device))
         self._is_chosen = True
         return simreg_loss(
