@@ -62,12 +62,8 @@ class Case:
         given: dict[str, Any] = {"lambda_": 0.0 if self.objective == "none" else 1.0, "objective": self.objective}
         if self.objective == "simreg":
             given["impl"] = self.impl
-        plain = SimRegConfig(**given)
-        if "chunk_size" not in plain.idle_settings:
-            given["chunk_size"] = self.chunk
-        if "scope" not in plain.idle_settings:
-            given["scope"] = self.scope
-        return SimRegConfig(**given)
+        idle, wanted = SimRegConfig(**given).idle_settings, {"chunk_size": self.chunk, "scope": self.scope}
+        return SimRegConfig(**given, **{name: value for name, value in wanted.items() if name not in idle})
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,12 @@ class Found:
     launches: int
 
 
-def step(case: Case, *, replaces_kernels: bool = True) -> Found:
+def step(case: Case) -> Found:
     """A micro-batch of the rank, forward and backward."""
     config, dtype = case.config, DTYPES[case.dtype]
     tokens = case.length // LAYOUT.context
     counted = Trace()
-    kernels = _kernels_launched_by(counted) if replaces_kernels else contextlib.nullcontext()
-    with kernels, as_rank(LAYOUT, RANK) as groups, FakeTensorMode():
+    with _kernels_launched_by(counted), as_rank(LAYOUT, RANK) as groups, FakeTensorMode():
         with torch.device("cuda"):  # for what Megatron brings, and not in the step itself
             head = torch.empty(VOCABULARY // LAYOUT.tensor, WIDTH, dtype=dtype, requires_grad=True)
             model = SimpleNamespace(
@@ -111,9 +106,8 @@ def drawn_elsewhere(objective: str) -> Iterator[None]:
     def drawn(*shape: int, seed: int, iteration: int, device: torch.device) -> Tensor:
         return torch.empty(shape, device=device)
 
-    with (
-        mock.patch.object(*NEED_A_DRIVER[objective], drawn) if objective in NEED_A_DRIVER else contextlib.nullcontext()
-    ):
+    needs = objective in NEED_A_DRIVER
+    with mock.patch.object(*NEED_A_DRIVER[objective], drawn) if needs else contextlib.nullcontext():
         yield
 
 
