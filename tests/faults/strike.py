@@ -218,10 +218,10 @@ def _doubt_the_loss(strike: Strike) -> None:
     metrics = type(installation.regularizer().metrics)
     observe = metrics.observe
 
-    def recorded(own: Any, terms: Any, *arguments: Any) -> None:
+    def recorded(own: Any, terms: Any, *arguments: Any) -> Any:
         with open(Path(strike.notes) / PASSES, "a") as file:
             file.write(repr([[value.hex() for value in term.double().flatten().tolist()] for term in terms]) + "\n")
-        observe(own, terms, *arguments)
+        return observe(own, terms, *arguments)
 
     metrics.observe = recorded  # type: ignore[method-assign]
 
