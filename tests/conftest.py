@@ -62,6 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 WITHOUT_A_GPU = "the Triton of an older torch cannot be imported without a GPU, and Megatron imports it"
 REASONS = {
     "0 active drivers": WITHOUT_A_GPU,
+    "CUDA driver version is insufficient": "an older torch asks for a driver when it frees CUDA tensors without memory",
+    "needs Triton 3.4 or newer": "the Triton of an older torch has no descriptors",
+    "TokenizersBackend does not exist": "the tokenizer of the fixtures is of transformers 5",
     "ranks are forked with torch 2.8 or newer": "ranks that are forked with an older torch hang now and then",
     "_is_autocast_available": "an older torch.compile breaks the graph where autocast is left",
     "types.UnionType": "an older torch.compile cannot look into a union of types",

@@ -282,7 +282,15 @@ def _with_allocator(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TritonForm(Form):
-    """Launches the kernels above."""
+    """Launches the kernels above.
+
+    Raises:
+        ValueError: Triton is too old for them.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(tl, "make_tensor_descriptor"):
+            raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, got {triton.__version__}: use impl 'tiled'.")
 
     @_with_allocator
     def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
@@ -358,8 +366,6 @@ def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
         raise ValueError(f"impl 'triton' computes bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
     if not (rows.is_cuda or INTERPRETS):
         raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
-    if not hasattr(tl, "make_tensor_descriptor"):
-        raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, this is {triton.__version__}: use impl 'tiled'.")
     if rows.shape[3] % (unit := 16 // rows.itemsize):
         raise ValueError(
             f"impl 'triton' needs a width that is a multiple of {unit}, got {rows.shape[3]}: use impl 'tiled'."

@@ -145,7 +145,7 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]
                     notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
                 elif isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
                     tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+            dcp.load(tensors, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # torch raises errors of any type for damaged files
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None

@@ -57,7 +57,7 @@ def dist_checkpoint(folder: Path, config: Any = None, **args: Any) -> Path:
     state: dict[str, Any] = dict(import_hf.megatron_tensors(config, random_weights(config)))
     for key, shape, offset in import_hf.layer_states(config):
         state[f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"] = archive_of([None])
-    dcp.save(state, checkpoint_id=folder, planner=_AsMegatron(), no_dist=True)
+    dcp.save(state, checkpoint_id=folder, planner=_AsMegatron())
     common = import_hf.common_state(config, torch.float32)
     vars(common["args"]).update(args)
     torch.save(common, folder / "common.pt")

@@ -24,7 +24,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        dcp.load(found, storage_reader=reader, no_dist=True)
+        dcp.load(found, storage_reader=reader)
     return found
 
 

@@ -21,6 +21,7 @@ from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.tools.indexed import DataError
 from tests.helpers import jobs
+from tests.helpers.old_torch import OLD_TORCH
 from tests.megatron import runs
 from tools.flags_page import described_flags, flags_page
 
@@ -33,6 +34,7 @@ def test_doctor_without_torch_says_so_and_ends(monkeypatch: pytest.MonkeyPatch, 
     assert cli.main(["doctor"]) == 1 and "missing: SimReg needs it" in capsys.readouterr().out
 
 
+@pytest.mark.megatron
 def test_a_forked_worker_can_be_ended() -> None:
     """It would inherit a SIGTERM that raises, and libraries swallow that."""
     code = "import os, signal; from simreg_megatron import cli; cli.main(['doctor'])\n"
@@ -213,6 +215,7 @@ def test_the_reason_is_named(text: str, sentence: str | None, tmp_path: Path, mo
     assert found is None if sentence is None else sentence in str(found)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch came with another package of that name")
 @pytest.mark.usefixtures("not_imported")
 @pytest.mark.parametrize("given", ["", "CUDNN_HOME", "CUDNN_PATH"])
 def test_transformer_engine_loads_the_cudnn_of_torch(

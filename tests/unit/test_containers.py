@@ -49,8 +49,6 @@ def test_what_is_copied_is_enough_to_build_and_to_launch(tmp_path: Path) -> None
     wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", "wheel", "."]
     jobs.run(wheel, cwd=tmp_path, check=True)
     assert len(list((tmp_path / "wheel").glob("simreg_megatron-*.whl"))) == 1
-    env = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    }  # in a container, `python` has torch
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in a container
     done = jobs.run(["bash", "launch/pretrain_llama.sh", "--dry-run"], cwd=tmp_path, env=env, merged=True, check=True)
     assert f"script    {tmp_path}/simreg_megatron/pretrain.py" in done.stdout

@@ -88,7 +88,7 @@ def test_trained_scalars_are_left_out_and_other_weights_refused(tmp_path: Path) 
     def with_more(name: str, key: str) -> Path:
         folder = dist_checkpoint(tmp_path / name)
         state = dict(import_hf.megatron_tensors(tiny_config(), random_weights(tiny_config())))
-        dcp.save({**state, key: torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+        dcp.save({**state, key: torch.ones(3)}, checkpoint_id=folder)
         return folder
 
     assert "simreg_similarity" in export(with_more("scalars", "simreg_similarity.query"), tmp_path / "model")[0]
