@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has to run on."""
+"""The hardware that a run is planned for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A planned run."""
+"""What `launch.plan` decides: one run, with its script, flags and environment."""
 
 from __future__ import annotations
 

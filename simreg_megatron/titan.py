@@ -6,10 +6,10 @@
         config.loss = SimRegLoss.Config(loss_fn=config.loss.loss_fn, simreg_lambda=20)
         return config
 
-torchtitan hands its loss the final hidden states and, except in a pipeline, `positions`. SimReg's chunks are cut from
-each row of packed documents: release 0.3 has B of them in a micro-batch, main of August 2026 (commit b5bcd76c) one.
+torchtitan passes the final hidden states to its loss and, except in a pipeline, `positions`. SimReg's chunks are cut
+from each row of packed documents. A micro-batch has B rows in release 0.3, and one in newer commits (seen: b5bcd76c).
 
-Shapes: [B, T, D], or [T, D] where B is 1: B rows of T tokens on this rank, D features.
+Shapes: B rows of T tokens on this rank, D features; a single row may come without its axis, as [T, D].
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SimRegLoss(ChunkedLossWrapper):
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return torchtitan's loss of hidden states [B, T, D] and labels [B, T] with SimReg's gradient, and metrics.
+        """Return torchtitan's loss of hidden states [B, T, D] and labels [B, T], with SimReg in its gradient; metrics.
 
         Raises:
             NotImplementedError: tensor or context parallelism, or another backend than spmd_types.
@@ -94,7 +94,7 @@ class SimRegLoss(ChunkedLossWrapper):
                 raise ValueError("simreg_document_mask needs positions, which a pipeline does not give the loss")
             documents = (positions == 0).cumsum(1)
         if not self._is_chosen and hidden_states.is_cuda:
-            shape = trial.Shape(batch, tokens, width, config.simreg_chunk_size, hidden_states.dtype)
+            shape = trial.Shape(batch, tokens, width, size, hidden_states.dtype)
             logger.info("SimReg: %s", trial.choose(shape, hidden_states.device))
         self._is_chosen = True
         return simreg_loss(
@@ -103,6 +103,6 @@ class SimRegLoss(ChunkedLossWrapper):
             valid=labels != IGNORE_INDEX,
             documents=documents,
             temperature=config.simreg_temperature,
-            chunk_size=config.simreg_chunk_size,
+            chunk_size=size,
             reduction="sum",
         )

@@ -258,7 +258,7 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -
     One place, so that launches can be counted where no GPU is.
     """
     with torch.cuda.device_of(arguments[0]) if arguments[0].is_cuda else contextlib.nullcontext():
-        kernel[grid](*arguments, enable_fp_fusion=True, **constants)  # Triton 3.10 is to leave it off
+        kernel[grid](*arguments, enable_fp_fusion=True, **constants)  # Triton 3.10 changes the default
 
 
 def cdiv(count: int, size: int) -> int:
@@ -282,11 +282,7 @@ def _with_allocator(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TritonForm(Form):
-    """Launches the kernels above.
-
-    Raises:
-        ValueError: Triton is too old for them.
-    """
+    """Launches the kernels above; a ValueError where Triton is too old for them."""
 
     def __init__(self) -> None:
         if not hasattr(tl, "make_tensor_descriptor"):

@@ -224,13 +224,11 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
 
 def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None:
     # A PATH with what the script needs except a Python, and a copy of it without a .venv next to it.
-    tools = tmp_path / "bin"
-    tools.mkdir()
+    (tools := tmp_path / "bin").mkdir()
     for name in ("bash", "dirname"):
         found = jobs.run(["which", name], check=True).stdout.strip()
         (tools / name).symlink_to(found)
-    launch = tmp_path / "launch"
-    launch.mkdir()
+    (launch := tmp_path / "launch").mkdir()
     for source in (SCRIPTS[0], ROOT / "launch" / "start.bash"):
         (launch / source.name).write_text(source.read_text())
     done = run_script("bash", str(launch / SCRIPTS[0].name), cwd=tmp_path, PATH=str(tools), VIRTUAL_ENV="/none")
@@ -313,9 +311,8 @@ def test_a_recipe_is_adagc_and_one_objective(recipe: str) -> None:
     assert values(made, "--simreg-chunk-size") == (["0"] if recipe == "paper-full" else [])
     plain = plan("--model", "350m", *OWN, machine=GPU)
     own = [flag for flag in made.flags if not flag_name(flag).startswith(("--adagc", "--simreg"))]
-    assert own[: own.index(("--save-interval", "500"))] == list(
-        plain.flags[: plain.flags.index(("--save-interval", "500"))]
-    )
+    end = ("--save-interval", "500")
+    assert own[: own.index(end)] == list(plain.flags[: plain.flags.index(end)])
 
 
 def test_megatron_alone_is_without_the_plugin() -> None:

@@ -23,7 +23,7 @@ WIDTH, TOKENS, LABELS = 16, 96, 7
 
 
 def rows() -> tuple[int, ...]:
-    """Shape of a micro-batch's labels: two rows in release 0.3, tokens alone in what came after it."""
+    """Return the shape of a micro-batch's labels: two rows in release 0.3, tokens alone in newer commits."""
     from torchtitan.config import TrainingConfig
 
     return (2, TOKENS) if hasattr(TrainingConfig, "seq_len") else (TOKENS,)

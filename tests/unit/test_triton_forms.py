@@ -273,6 +273,9 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "INTERPRETS", False)
     with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
         simreg_loss(rows, labels, impl="triton")
+    monkeypatch.delattr(kernels.tl, "make_tensor_descriptor")
+    with pytest.raises(ValueError, match=r"needs Triton 3\.4 or newer"):
+        kernels.TritonForm()
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="the Triton of an older torch compiles by another interface")
