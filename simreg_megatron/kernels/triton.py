@@ -39,18 +39,20 @@ from simreg_megatron.kernels.form import Form, Kept, Span, Tokens, cut
 LONGEST_KEPT = 8192
 PANEL = 4096
 PAIRS = {
-    2: {"SIDE": 128, "BK": 64, "num_warps": 8, "num_stages": 4},
-    4: {"SIDE": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
+    "bf16": {"SIDE": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+    "bf16 before sm_90": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
+    "fp32": {"SIDE": 64, "BK": 32, "PER_SM": 4, "num_warps": 4, "num_stages": 3},
 }
-"""Tile of `_pairs` by bytes of an element: SIDE x SIDE pairs, BK features at a time."""
+"""Tile of `_pairs`: SIDE x SIDE pairs, BK features at a time, PER_SM programs on a multiprocessor."""
 PRODUCT = {
-    2: {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4},
-    4: {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
+    "bf16": {"BM": 128, "BN": 256, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
+    "bf16 before sm_90": {"BM": 128, "BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
+    "fp32": {"BM": 64, "BN": 64, "BK": 32, "PER_SM": 4, "num_warps": 4, "num_stages": 3},
 }
 """Tile of `_product`: BM rows, BN features, BK tokens at a time."""
-WEIGHTS = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
+WEIGHTS = {"ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 _TOKENS = 512  # of those that a program of `_ratios` and `_pull` takes
-NORMS = {"TOKENS": 8, "FEATURES": 512, "num_warps": 4}
+NORMS = {"TOKENS": 8, "FEATURES": 256, "num_warps": 2}
 """Tile of `_names_and_norms`: rows of a program, and features of a row at a time."""
 
 
@@ -87,7 +89,8 @@ def _pairs(
     rows, chunks, stride_b, stride_c, stride_k, num_chunks, length, width, names, scale, documents,
     first_i, last_i, first_j, last_j, to_exponent, of_rows, of_columns, pairs, pitch,
     UPPER: tl.constexpr, SUMS: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, SMS: tl.constexpr, PER_SM: tl.constexpr, SIDE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """P of a rectangle, to pairs [m, R, pitch]; sums over positives and negatives, to of_rows [2, m, tiles of columns,
     R] and of_columns [2, m, tiles of rows, C].
@@ -100,19 +103,21 @@ def _pairs(
     if UPPER:
         tiles = tiles_i * (tiles_i + 1) // 2
     side = tl.arange(0, SIDE)
-    for work in tl.range(tl.program_id(0), num_chunks * tiles, PROGRAMS):
+    tokens = tl.make_tensor_descriptor(
+        rows, [num_chunks // chunks, chunks, length, width], [stride_b, stride_c, stride_k, 1], [1, 1, SIDE, BK]
+    )
+    for work in tl.range(tl.program_id(0), num_chunks * tiles, SMS * PER_SM):
         chunk, tile = work // tiles, work % tiles
         if UPPER:
             tile_j = _column_of(tile, ((tl.sqrt((8 * tile + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32))
             tile_i = tile - tile_j * (tile_j + 1) // 2
         else:
             tile_i, tile_j = tile % tiles_i, tile // tiles_i
-        base = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
-        tokens = tl.make_tensor_descriptor(base, [length, width], [stride_k, 1], [SIDE, BK])
+        b, c = chunk // chunks, chunk % chunks
         products = tl.zeros((SIDE, SIDE), tl.float32)
         for start in range(0, width, BK):
-            left = tokens.load([first_i + tile_i * SIDE, start])
-            right = tokens.load([first_j + tile_j * SIDE, start])
+            left = tokens.load([b, c, first_i + tile_i * SIDE, start]).reshape(SIDE, BK)
+            right = tokens.load([b, c, first_j + tile_j * SIDE, start]).reshape(SIDE, BK)
             if WIDEN:  # Triton's interpreter multiplies the bits of bfloat16
                 left, right = left.to(tl.float32), right.to(tl.float32)
             products = tl.dot(left, right.T, products, input_precision=PRECISION)
@@ -186,9 +191,18 @@ def _pull(grad, total, ratio, temperature, pull, count, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _log2(x, HAS_PTX: tl.constexpr):
+    """To 2^-22; Triton's own takes a dozen instructions more, a quarter of the time of `_weights`."""
+    if HAS_PTX:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
 def _weights(
-    pairs, pitch, num_chunks, length, names, scale, pull, first_i, last_i, first_j, last_j, temperature, radial,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    pairs, pitch, num_chunks, length, names, scale, pull, first_i, last_i, first_j, last_j, to_cosine, radial,
+    HAS_PTX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """W over P, in some rows of pairs [m, R, pitch], and r [m, R]."""
     height, breadth = last_i - first_i, last_j - first_j
@@ -211,7 +225,7 @@ def _weights(
         found = tl.where(same, -(b_i[:, None] + b_j[None, :]), a_i[:, None] + a_j[None, :]) * exponentials
         weights = (found * scale_i[:, None] * scale_j[None, :]).to(pairs.dtype.element_ty)
         tl.store(place + j[None, :], weights, inside)
-        cosines = 1.0 + temperature * tl.log(tl.maximum(exponentials, 1e-37))
+        cosines = 1.0 + to_cosine * _log2(tl.maximum(exponentials, 1e-37), HAS_PTX)
         along += tl.sum(weights.to(tl.float32) * cosines / scale_j[None, :], axis=1)
     tl.store(radial + chunk * height + i, along * scale_i, in_i)
 
@@ -220,32 +234,37 @@ def _weights(
 def _product(
     weights, pitch, num_chunks, height, first, rows, chunks, stride_b, stride_c, stride_k, length, width, radial,
     grad, grad_b, grad_c, grad_k,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, SMS: tl.constexpr, PER_SM: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """W e - r e of R rows, from weights [m, R, pitch] with all n tokens of their chunks."""
     down, across = tl.cdiv(height, BM), tl.cdiv(width, BN)
-    for work in tl.range(tl.program_id(0), num_chunks * down * across, PROGRAMS, flatten=True):
+    lefts = tl.make_tensor_descriptor(
+        weights, [num_chunks, height, length], [height.to(tl.int64) * pitch, pitch, 1], [1, BM, BK]
+    )
+    rights = tl.make_tensor_descriptor(
+        rows, [num_chunks // chunks, chunks, length, width], [stride_b, stride_c, stride_k, 1], [1, 1, BK, BN]
+    )
+    for work in tl.range(tl.program_id(0), num_chunks * down * across, SMS * PER_SM, flatten=True):
         chunk, tile = work // (down * across), work % (down * across)
         row, feature = tile % down * BM, tile // down * BN
-        base = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
-        left = tl.make_tensor_descriptor(
-            weights + chunk.to(tl.int64) * height * pitch, [height, length], [pitch, 1], [BM, BK]
-        )
-        right = tl.make_tensor_descriptor(base, [length, width], [stride_k, 1], [BK, BN])
-        own = tl.make_tensor_descriptor(base, [length, width], [stride_k, 1], [BM, BN])
-        to = grad + (chunk // chunks).to(tl.int64) * grad_b + (chunk % chunks).to(tl.int64) * grad_c
-        out = tl.make_tensor_descriptor(to, [height, width], [grad_k, 1], [BM, BN])
+        b, c = chunk // chunks, chunk % chunks
         found = tl.zeros((BM, BN), tl.float32)
         for start in range(0, length, BK):
-            one, two = left.load([row, start]), right.load([start, feature])
+            left = lefts.load([chunk, row, start]).reshape(BM, BK)
+            right = rights.load([b, c, start, feature]).reshape(BK, BN)
             if WIDEN:
-                one, two = one.to(tl.float32), two.to(tl.float32)
-            found = tl.dot(one, two, found, input_precision=PRECISION)
-        i = row + tl.arange(0, BM)
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            found = tl.dot(left, right, found, input_precision=PRECISION)
+        # Pointers, as descriptors would take shared memory from the next tile.
+        i, j = row + tl.arange(0, BM), feature + tl.arange(0, BN)
+        inside = (i < height)[:, None] & (j < width)[None, :]
+        own = rows + b.to(tl.int64) * stride_b + c.to(tl.int64) * stride_c
+        own += (first + i)[:, None].to(tl.int64) * stride_k + j[None, :]
         along = tl.load(radial + chunk * height + i, i < height, 0.0)
-        found -= along[:, None] * own.load([first + row, feature]).to(tl.float32)
-        out.store([row, feature], found.to(grad.dtype.element_ty))
+        found -= along[:, None] * tl.load(own, inside, 0.0).to(tl.float32)
+        to = grad + b.to(tl.int64) * grad_b + c.to(tl.int64) * grad_c + i[:, None].to(tl.int64) * grad_k + j[None, :]
+        tl.store(to, found.to(grad.dtype.element_ty), inside)
 
 
 INTERPRETS = not isinstance(_pairs, triton.runtime.JITFunction)
@@ -327,7 +346,7 @@ class TritonForm(Form):
         is_kept, pull = kept.pairs.numel() > 0, pull.contiguous()
         panels = [anchors] if is_kept else cut(anchors, PANEL)
         room = kept.pairs if is_kept else _room_for_pairs(rows, panels[0][1] - panels[0][0])
-        pitch, constants = room.shape[2], _constants(rows)
+        pitch, constants, tile = room.shape[2], _constants(rows), PRODUCT[_kind(rows)]
         radial = kept.scale.new_empty(num_chunks, room.shape[1])
         for start, end in panels:
             height = end - start
@@ -336,13 +355,13 @@ class TritonForm(Form):
                 _run_pairs(rows, kept, (start, end), (0, length), temperature, own, with_sums=False)
             run(
                 _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
-                own, pitch, num_chunks, length, kept.names, kept.scale, pull, start, end, 0, length, temperature,
-                radial, **WEIGHTS,
+                own, pitch, num_chunks, length, kept.names, kept.scale, pull, start, end, 0, length,
+                math.log(2) * temperature, radial, HAS_PTX=not INTERPRETS and torch.version.hip is None, **WEIGHTS,
             )  # fmt: skip
-            tile, into = PRODUCT[rows.itemsize], grad[:, :, start - anchors[0] : end - anchors[0]]
+            into = grad[:, :, start - anchors[0] : end - anchors[0]]
             tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
             run(
-                _product, (min(tiles, constants["PROGRAMS"]),),
+                _product, (min(tiles, constants["SMS"] * tile["PER_SM"]),),
                 own, pitch, num_chunks, height, start, rows, rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
                 radial, into, *into.stride()[:3], **constants, **tile,
             )  # fmt: skip
@@ -409,7 +428,7 @@ def _run_pairs(
     rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, *, with_sums: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Sums of tiles, over rows [2, b, c, tiles, R] and over columns [2, b, c, tiles, C]."""
-    tile, constants, scale, documents = PAIRS[rows.itemsize], _constants(rows), part.scale, part.documents
+    tile, constants, scale, documents = PAIRS[_kind(rows)], _constants(rows), part.scale, part.documents
     num_sequences, num_chunks, length, width = rows.shape
     height, breadth = one[1] - one[0], other[1] - other[0]
     tiles_i, tiles_j = cdiv(height, tile["SIDE"]), cdiv(breadth, tile["SIDE"])
@@ -418,7 +437,7 @@ def _run_pairs(
     of_rows = scale.new_empty(*size, tiles_j, height) if with_sums else scale
     of_columns = scale.new_empty(*size, tiles_i, breadth) if with_sums and one != other else of_rows
     run(
-        _pairs, (min(num_sequences * num_chunks * tiles, constants["PROGRAMS"]),),
+        _pairs, (min(num_sequences * num_chunks * tiles, constants["SMS"] * tile["PER_SM"]),),
         rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width,
         part.names, scale, part.names if documents is None else documents, *one, *other,
         math.log2(math.e) / temperature, of_rows, of_columns, pairs, pairs.shape[-1],
@@ -445,14 +464,25 @@ def _room_for_pairs(rows: Tensor, height: int) -> Tensor:
     return rows.new_empty(rows.shape[0] * rows.shape[1], height, cdiv(rows.shape[2], 8) * 8)
 
 
+def _kind(rows: Tensor) -> str:
+    """Key of PAIRS and PRODUCT."""
+    if rows.dtype == torch.float32:
+        return "fp32"
+    return "bf16" if _gpu(rows.device)[1] >= 9 else "bf16 before sm_90"
+
+
 def _constants(rows: Tensor) -> dict[str, Any]:
     return {
         "PRECISION": "ieee" if INTERPRETS or rows.dtype == torch.bfloat16 else "tf32x3",
         "WIDEN": INTERPRETS and rows.dtype == torch.bfloat16,
-        "PROGRAMS": _multiprocessors(rows.device),
+        "SMS": _gpu(rows.device)[0],
     }
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """Number of multiprocessors, and major compute capability."""
+    if device.type != "cuda":
+        return 8, 9
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major

@@ -24,7 +24,6 @@ from triton.compiler import ASTSource
 
 from simreg_megatron.kernels import triton as form
 
-_TYPES = {"bf16": 2, "fp32": 4}
 PRODUCTS = (form._pairs, form._product)
 
 
@@ -42,7 +41,7 @@ def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
     for name in kernel.arg_names:
         if name in pointers:
             found[name] = f"*{pointers[name]}"
-        elif name in ("to_exponent", "temperature"):
+        elif name in ("to_exponent", "to_cosine", "temperature"):
             found[name] = "fp32"
         else:
             found[name] = "i32" if name.islower() else "constexpr"
@@ -50,14 +49,15 @@ def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
 
 
 def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    for dtype, itemsize in _TYPES.items():
-        of_product = {"PRECISION": "ieee" if dtype == "bf16" else "tf32x3", "WIDEN": False, "PROGRAMS": 132}
+    for dtype in ("bf16", "fp32"):
+        kind = f"{dtype} before sm_90" if dtype == "bf16" and architecture < 90 else dtype
+        of_product = {"PRECISION": "ieee" if dtype == "bf16" else "tf32x3", "WIDEN": False, "SMS": 132}
         for upper, documents, sums, keep in itertools.product((True, False), repeat=4):
             if (sums or keep) and (sums or not upper):
                 names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "SUMS": sums, "KEEP": keep}
-                yield form._pairs, dtype, {**names, **of_product, **form.PAIRS[itemsize]}
-        yield form._product, dtype, {**of_product, **form.PRODUCT[itemsize]}
-        yield form._weights, dtype, {"num_stages": 3, **form.WEIGHTS}
+                yield form._pairs, dtype, {**names, **of_product, **form.PAIRS[kind]}
+        yield form._product, dtype, {**of_product, **form.PRODUCT[kind]}
+        yield form._weights, dtype, {"HAS_PTX": True, "num_stages": 3, **form.WEIGHTS}
         yield form._names_and_norms, dtype, {"num_stages": 3, **form.NORMS}
     for kernel in (form._ratios, form._pull):
         yield kernel, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}

@@ -46,10 +46,10 @@ KEPT, PANELS = "kept", "panels"
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in (2, 4):
-        pipeline = {"BK": 16, "num_warps": 4, "num_stages": 1}
-        monkeypatch.setitem(kernels.PAIRS, size, {"SIDE": 16, **pipeline})
-        monkeypatch.setitem(kernels.PRODUCT, size, {"BM": 16, "BN": 16, **pipeline})
+    for kind in kernels.PAIRS:
+        pipeline = {"BK": 16, "PER_SM": 1, "num_warps": 4, "num_stages": 1}
+        monkeypatch.setitem(kernels.PAIRS, kind, {"SIDE": 16, **pipeline})
+        monkeypatch.setitem(kernels.PRODUCT, kind, {"BM": 16, "BN": 16, **pipeline})
     monkeypatch.setattr(kernels, "WEIGHTS", {"ROWS": 8, "COLUMNS": 32, "num_warps": 4})
 
 
@@ -193,8 +193,8 @@ def test_a_second_backward_is_as_the_first() -> None:
 
 def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, keeps: bool) -> None:
     """The terms and the gradient of float32 rows on one of several ranks, against one process in float64."""
-    tile = {"BK": 16, "num_warps": 4, "num_stages": 1}
-    kernels.PAIRS[4], kernels.PRODUCT[4] = {"SIDE": 16, **tile}, {"BM": 16, "BN": 16, **tile}
+    tile = {"BK": 16, "PER_SM": 1, "num_warps": 4, "num_stages": 1}
+    kernels.PAIRS["fp32"], kernels.PRODUCT["fp32"] = {"SIDE": 16, **tile}, {"BM": 16, "BN": 16, **tile}
     kernels.LONGEST_KEPT, kernels.PANEL = (256, 256) if keeps else (0, 5)
     rank = divmod(rank_number, layout.tensor_size)
     shard = SequenceShard(layout, rank, *shards.groups(rank, layout))
@@ -284,9 +284,9 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("architecture", "most_shared_kib"), quick_rows([(80, 163), (90, 227)], lambda row: row[0] == 90)
 )
 def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
-    """Registers do not spill and shared memory fits for every configuration that is shipped.
+    """Shared memory fits, and registers do not spill but behind the products of `_pairs`, for every configuration.
 
-    On sm_80, without wgmma, a handful of bytes do where `_pairs` stores both sides of a square.
+    There a few numbers of a tile do, as two share the registers: 22 % faster on an H200 than one that has them all.
     """
     compiled = jobs.run(
         [sys.executable, "-m", "tests.helpers.compile_kernels", str(architecture), which],
@@ -298,8 +298,8 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     launched = {"_names_and_norms", "_pairs", "_ratios", "_pull", "_weights", "_product"}
     assert {kernel["kernel"] for kernel in found} == launched
     for kernel in found:
-        may_spill = architecture == 80 and kernel["kernel"] == "_pairs"
-        assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= 64 * may_spill, kernel
+        most_spilled = {80: 64, 90: 400}[architecture] * (kernel["kernel"] == "_pairs")
+        assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= most_spilled, kernel
         assert 0 <= kernel["shared_bytes"] <= most_shared_kib * 1024, kernel
         if architecture == 90 and kernel["computes_products"]:
             assert kernel["uses_wgmma"], kernel
