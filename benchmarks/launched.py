@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import records
 from benchmarks.records import ROOT, Record
 from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
+from tests.helpers import jobs
 
 PRETRAIN, TRAIN = "launch/pretrain_llama.sh", "benchmarks/train.py"
 
@@ -76,15 +79,25 @@ def options_of(lines: Sequence[Record]) -> str:
     return f"{'' if model == 'tiny' else f' --model {model}'}{f' --flags={shlex.quote(flags)}' if flags else ''}"
 
 
-def run(script: str, words: Iterable[object], **environment: str) -> str:
+def run(script: str, words: Iterable[object], seconds: float | None = None, **environment: str) -> str:
     """Run a script of the repository in this process's environment plus what is given, and return its output.
+
+    Args:
+        seconds: after these it is killed, which is no error.
 
     Raises:
         SystemExit: it ended with another status than 0.
     """
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     command = [str(word) for word in (*torchrun, script, *words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
-    if done.returncode:
-        raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-8000:]}{done.stderr[-8000:]}")
-    return done.stdout
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        with jobs.started(command, cwd=ROOT, env={**os.environ, **environment}, **streams) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            status = process.poll()
+        output.seek(0)
+        text = output.read()
+    if status:
+        raise SystemExit(f"a run ended with status {status}:\n{text[-8000:]}")
+    return text

@@ -42,6 +42,7 @@ MEASURES = {  # column, and whether steps count whose line is logged: they measu
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_pairs", description=__doc__)
     parser.add_argument("--steps", type=int, default=620, help="of each run; the first twenty do not count")
+    parser.add_argument("--seconds", type=float, help="end each run after these: the steps that it has made count")
     parser.add_argument("--profile", type=Path, metavar="FILE.json", help="profile some more steps of the last run")
     launched.add_options(parser)
     records.add_options(parser, RESULTS / "step_pairs.csv")
@@ -68,7 +69,7 @@ def _train(options: argparse.Namespace, own: tuple[str, ...]) -> list[Record]:
             "--eval-iters", 1, "--eval-interval", 10 * options.steps, *launched.of_model(options.model), *own,
         )  # fmt: skip
         profile = {PROFILE: str(options.profile.resolve())} if options.profile else {}
-        launched.run(launched.TRAIN, words, **{TIMES: str(times)}, **profile)
+        launched.run(launched.TRAIN, words, options.seconds, **{TIMES: str(times)}, **profile)
         with times.open(encoding="utf-8", newline="") as file:
             return [step for step in csv.DictReader(file) if int(step["step"]) >= WINDOW]
 

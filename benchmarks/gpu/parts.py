@@ -91,10 +91,10 @@ class Setting:
             yield self._form("triton")
             tiles = str(self.output / "tiles.csv")
             yield Part("tiles", ((*_PYTHON, "benchmarks.gpu.tiles", tiles, "--seconds", "80"),), leaves="tiles.csv")
-        yield self._steps("pairs-350m", 16, "--kinds", "off,chunks", "--steps", more, *profile)
-        yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--steps", few)
+        yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--seconds", "180", "--steps", more, *profile)
+        yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--seconds", "180", "--steps", few)
         yield self._steps("steps-350m", 16, "--kinds", "chunks,FFN", *turns)
-        yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--steps", few)
+        yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--seconds", "180", "--steps", few)
         yield self._form("tiled")
         yield self._form("reference")
 
