@@ -89,6 +89,8 @@ class Setting:
         turns = ("--rounds", "1", "--steps", "21" if self.pretend else "40")
         if not self.pretend:  # both need a GPU
             yield self._form("triton")
+            host = ("--output", str(self.output / "host.csv"))
+            yield Part("host", ((*_PYTHON, "benchmarks.host", *host),), leaves="host.csv")
             tiles = str(self.output / "tiles.csv")
             yield Part("tiles", ((*_PYTHON, "benchmarks.gpu.tiles", tiles, "--seconds", "80"),), leaves="tiles.csv")
         yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--seconds", "180", "--steps", more, *profile)
