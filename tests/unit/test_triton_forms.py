@@ -298,7 +298,7 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     launched = {"_names_and_norms", "_pairs", "_ratios", "_pull", "_weights", "_product"}
     assert {kernel["kernel"] for kernel in found} == launched
     for kernel in found:
-        most_spilled = {80: 64, 90: 400}[architecture] * (kernel["kernel"] == "_pairs")
+        most_spilled = {80: 64, 90: 800}[architecture] * (kernel["kernel"] == "_pairs")
         assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= most_spilled, kernel
         assert 0 <= kernel["shared_bytes"] <= most_shared_kib * 1024, kernel
         if architecture == 90 and kernel["computes_products"]:
