@@ -68,14 +68,18 @@ def test_close_to_float64(impl: str, dtype: torch.dtype, length: int, width: int
     assert beyond_rounding(given.grad, exact) < gradient_bound(rows, impl)
 
 
-def test_any_strides_and_anything_where_masked(impl: str) -> None:
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_any_strides_and_anything_where_masked(impl: str, has_documents: bool) -> None:
     """As Megatron has them: [S, B, D], and padding that may be garbage."""
     rows, labels = tokens(1500, 1024, torch.bfloat16)
     valid = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)).cuda() < 0.8
-    _, exact, factor = exactly(rows, labels, valid=valid, chunk_size=700)
+    options: dict[str, Any] = {"valid": valid, "chunk_size": 700}
+    if has_documents:
+        options["documents"] = (torch.arange(1500, device="cuda") // 230).expand_as(labels)
+    _, exact, factor = exactly(rows, labels, **options)
     garbage = 1e4 if impl == "triton" else torch.nan  # finite, as Megatron's own masked loss must be
     given = rows.masked_fill(~valid.unsqueeze(-1), garbage).transpose(0, 1).contiguous().requires_grad_()
-    simreg_loss(given.transpose(0, 1), labels, valid=valid, chunk_size=700, impl=impl).mul(factor).backward()
+    simreg_loss(given.transpose(0, 1), labels, impl=impl, **options).mul(factor).backward()
     grad = given.grad.transpose(0, 1)
     assert (grad[~valid] == 0).all()
     assert beyond_rounding(grad, exact) < gradient_bound(rows, impl)

@@ -32,11 +32,9 @@ def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
     element = dtype if dtype == "fp32" else "bf16"
     pointers = {
         "rows": dtype, "names": "i32", "scale": "fp32", "documents": "i32", "of_rows": "fp32", "of_columns": "fp32",
-        "pairs": element, "weights": element, "pull": "fp32", "radial": "fp32", "grad": dtype, "labels": "i64",
-        "usable": "i1", "sums": "fp32", "total": "fp32", "ratio": "fp32",
+        "pairs": element, "weights": element, "pull": "fp32", "radial": "fp32", "labels": "i64", "usable": "i1",
+        "grad": "fp32" if kernel is form._pull else dtype, "sums": "fp32", "total": "fp32", "ratio": "fp32",
     }  # fmt: skip
-    if kernel is form._pull:
-        pointers |= {"grad": "fp32"}
     found = {}
     for name in kernel.arg_names:
         if name in pointers:
@@ -66,16 +64,13 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
     options_given = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     signature = signature_of(kernel, dtype)
-    signature |= dict.fromkeys(constants, "constexpr")
     # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
-    aligned = [
-        (index,)
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or name.startswith(("stride", "grad_")) or name in ("length", "width", "pitch")
-    ]
-    source = ASTSource(
-        kernel, signature, constexprs=constants, attrs={index: [["tt.divisibility", 16]] for index in aligned}
-    )
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
     device = GPUTarget("cuda", architecture, 32)
     built = triton.compile(source, target=device, options={**options_given, "enable_fp_fusion": True})
     with tempfile.TemporaryDirectory() as folder:
