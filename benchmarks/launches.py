@@ -180,7 +180,7 @@ def _kernels_launched_by(trace: Trace) -> Iterator[None]:
     """Triton's own launcher wants a GPU."""
     with (
         mock.patch.object(triton_kernels, "run", trace.launch),
-        mock.patch.object(triton_kernels, "_gpu", lambda _: (132, 228 << 10)),
+        mock.patch.object(triton_kernels, "_gpu", lambda _: (132, 9)),
     ):
         yield
 

@@ -39,14 +39,14 @@ from simreg_megatron.kernels.form import Form, Kept, Span, Tokens, cut
 LONGEST_KEPT = 8192
 PANEL = 4096
 PAIRS = {
-    "bf16": {"SIDE": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
-    "bf16, small": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
+    "bf16, sm_90": {"SIDE": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+    "bf16": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
     "fp32": {"SIDE": 64, "BK": 32, "PER_SM": 4, "num_warps": 4, "num_stages": 3},
 }
-"""Tile of `_pairs`: SIDE x SIDE pairs, BK features at a time, PER_SM programs on a multiprocessor."""
+"""Tile of `_pairs`: SIDE x SIDE pairs, BK features at a time, PER_SM programs on a multiprocessor; sm_90: measured."""
 PRODUCT = {
-    "bf16": {"BM": 128, "BN": 256, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
-    "bf16, small": {"BM": 128, "BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
+    "bf16, sm_90": {"BM": 128, "BN": 256, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
+    "bf16": {"BM": 128, "BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
     "fp32": {"BM": 64, "BN": 64, "BK": 32, "PER_SM": 4, "num_warps": 4, "num_stages": 3},
 }
 """Tile of `_product`: BM rows, BN features, BK tokens at a time."""
@@ -468,7 +468,7 @@ def _kind(rows: Tensor) -> str:
     """Key of PAIRS and PRODUCT."""
     if rows.dtype == torch.float32:
         return "fp32"
-    return "bf16" if _gpu(rows.device)[1] >= 200 << 10 else "bf16, small"
+    return "bf16, sm_90" if _gpu(rows.device)[1] == 9 else "bf16"
 
 
 def _constants(rows: Tensor) -> dict[str, Any]:
@@ -481,8 +481,8 @@ def _constants(rows: Tensor) -> dict[str, Any]:
 
 @functools.cache
 def _gpu(device: torch.device) -> tuple[int, int]:
-    """Number of multiprocessors, and bytes of shared memory in each: 228 KiB on an H100, 164 or less on older ones."""
+    """Number of multiprocessors, and major compute capability."""
     if device.type != "cuda":
-        return 8, 228 << 10
+        return 8, 9
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, getattr(properties, "shared_memory_per_multiprocessor", 0)
+    return properties.multi_processor_count, properties.major

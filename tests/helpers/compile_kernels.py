@@ -48,7 +48,7 @@ def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
 
 def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     for dtype in ("bf16", "fp32"):
-        kind = "bf16, small" if dtype == "bf16" and architecture < 90 else dtype
+        kind = f"{dtype}, sm_90" if dtype == "bf16" and architecture == 90 else dtype
         of_product = {"PRECISION": "ieee" if dtype == "bf16" else "tf32x3", "WIDEN": False, "SMS": 132}
         for upper, documents, sums, keep in itertools.product((True, False), repeat=4):
             if (sums or keep) and (sums or not upper):

@@ -82,7 +82,7 @@ def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: in
     batch, length, width, chunk = size
     with (
         mock.patch.object(triton, "run", lambda *given, **constants: None),
-        mock.patch.object(triton, "_gpu", lambda _: (132, 228 << 10)),
+        mock.patch.object(triton, "_gpu", lambda _: (132, 9)),
     ):
         counted = predicted_bytes(
             batch, length, width, chunk_size=chunk, dtype=torch.bfloat16, device="cuda", impl="triton"
