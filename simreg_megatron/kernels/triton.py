@@ -240,7 +240,7 @@ def _product(
     """W e - r e of R rows, from weights [m, R, pitch] with all n tokens of their chunks."""
     down, across = tl.cdiv(height, BM), tl.cdiv(width, BN)
     lefts = tl.make_tensor_descriptor(
-        weights, [num_chunks, height, length], [height.to(tl.int64) * pitch, pitch, 1], [1, BM, BK]
+        weights, [num_chunks, height, length], [pitch.to(tl.int64) * height, pitch, 1], [1, BM, BK]
     )
     rights = tl.make_tensor_descriptor(
         rows, [num_chunks // chunks, chunks, length, width], [stride_b, stride_c, stride_k, 1], [1, 1, BK, BN]

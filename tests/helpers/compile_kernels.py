@@ -63,7 +63,7 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
 def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
     options_given = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    signature = signature_of(kernel, dtype)
+    signature = signature_of(kernel, dtype) | dict.fromkeys(constants, "constexpr")
     # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
     attrs = {
         (index,): [["tt.divisibility", 16]]
@@ -97,7 +97,10 @@ def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, An
 
 if __name__ == "__main__":
     seen = set()
-    for variant in variants(int(sys.argv[1])):
-        if sys.argv[2:] != ["one-of-each"] or variant[:2] not in seen:
-            print(json.dumps(compiled(int(sys.argv[1]), *variant)), flush=True)
-        seen.add(variant[:2])
+    for kernel, dtype, constants in variants(int(sys.argv[1])):
+        is_first = (kernel, dtype) not in seen
+        seen.add((kernel, dtype))
+        # Triton makes a constant of each number that is 1, as of one token that is a chunk of its own.
+        ones = {name: 1 for name in kernel.arg_names if name in ("chunks", "num_chunks", "length", "height", "tiles")}
+        for more in ({}, ones) if is_first else ({},) if sys.argv[2:] != ["one-of-each"] else ():
+            print(json.dumps(compiled(int(sys.argv[1]), kernel, dtype, constants | more)), flush=True)

@@ -41,7 +41,6 @@ interpreted = pytest.mark.skipif(not kernels.INTERPRETS, reason="a GPU is here: 
 
 WAYS = {"kept": (256, 256), "one panel": (0, 256), "panels": (0, 16)}
 """Longest chunk whose pairs stay for the backward, and rows of a panel where they do not."""
-KEPT, PANELS = "kept", "panels"
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +92,7 @@ MASKED = {"chunk_size": 32, "masked": True}
 
 @interpreted
 @pytest.mark.parametrize("options", quick([{}, {"chunk_size": 20}, MASKED], only(MASKED)), ids=str)
-@pytest.mark.parametrize("way", quick(WAYS, only(KEPT)), indirect=True)
+@pytest.mark.parametrize("way", quick(WAYS, only("kept")), indirect=True)
 def test_equals_float64(options: dict[str, Any], way: str) -> None:
     rows, labels = clustered()
     given = {key: value for key, value in options.items() if key != "masked"}
@@ -158,7 +157,7 @@ def test_a_usable_row_that_is_not_finite_shows() -> None:
 
 @interpreted
 @pytest.mark.parametrize("anchors", quick([(0, 45), (10, 37), (22, 45)], only((10, 37))))
-@pytest.mark.parametrize("way", quick(WAYS, only(PANELS)), indirect=True)
+@pytest.mark.parametrize("way", quick(WAYS, only("panels")), indirect=True)
 def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> None:
     """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]; the others' pull is known."""
     rows, labels = clustered()
@@ -306,7 +305,7 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
 
 
 @interpreted
-@pytest.mark.parametrize("way", quick(WAYS, only(KEPT)), indirect=True)
+@pytest.mark.parametrize("way", quick(WAYS, only("kept")), indirect=True)
 def test_what_is_not_usable_may_hold_anything(way: str) -> None:
     rows, labels = clustered(length=25)
     valid = torch.ones_like(labels, dtype=torch.bool)
