@@ -468,7 +468,9 @@ def _kind(rows: Tensor) -> str:
     """Key of PAIRS and PRODUCT."""
     if rows.dtype == torch.float32:
         return "fp32"
-    return "bf16, sm_90" if _gpu(rows.device)[1] == 9 else "bf16"
+    of_b, of_c, of_k, _ = rows.stride()
+    is_even = (of_b | of_c | of_k | rows.shape[3]) % 16 == 0  # else an epilogue of the larger tile does not fit
+    return "bf16, sm_90" if is_even and _gpu(rows.device)[1] == 9 else "bf16"
 
 
 def _constants(rows: Tensor) -> dict[str, Any]:
@@ -482,7 +484,5 @@ def _constants(rows: Tensor) -> dict[str, Any]:
 @functools.cache
 def _gpu(device: torch.device) -> tuple[int, int]:
     """Number of multiprocessors, and major compute capability."""
-    if device.type != "cuda":
-        return 8, 9
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major
+    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return (known.multi_processor_count, known.major) if known else (8, 9)

@@ -29,10 +29,9 @@ PRODUCTS = (form._pairs, form._product)
 
 def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
     """Types of the arguments as a launch finds them: pointers by name, the rest 32-bit integers."""
-    element = dtype if dtype == "fp32" else "bf16"
     pointers = {
         "rows": dtype, "names": "i32", "scale": "fp32", "documents": "i32", "of_rows": "fp32", "of_columns": "fp32",
-        "pairs": element, "weights": element, "pull": "fp32", "radial": "fp32", "labels": "i64", "usable": "i1",
+        "pairs": dtype, "weights": dtype, "pull": "fp32", "radial": "fp32", "labels": "i64", "usable": "i1",
         "grad": "fp32" if kernel is form._pull else dtype, "sums": "fp32", "total": "fp32", "ratio": "fp32",
     }  # fmt: skip
     found = {}
@@ -47,28 +46,28 @@ def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
 
 
 def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    for dtype in ("bf16", "fp32"):
-        kind = f"{dtype}, sm_90" if dtype == "bf16" and architecture == 90 else dtype
-        of_product = {"PRECISION": "ieee" if dtype == "bf16" else "tf32x3", "WIDEN": False, "SMS": 132}
+    for kind in (kind for kind in form.PAIRS if architecture >= 90 or "sm_90" not in kind):
+        of_product = {"PRECISION": "tf32x3" if kind == "fp32" else "ieee", "WIDEN": False, "SMS": 132}
         for upper, documents, sums, keep in itertools.product((True, False), repeat=4):
             if (sums or keep) and (sums or not upper):
                 names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "SUMS": sums, "KEEP": keep}
-                yield form._pairs, dtype, {**names, **of_product, **form.PAIRS[kind]}
-        yield form._product, dtype, {**of_product, **form.PRODUCT[kind]}
-        yield form._weights, dtype, {"HAS_PTX": True, "num_stages": 3, **form.WEIGHTS}
-        yield form._names_and_norms, dtype, {"num_stages": 3, **form.NORMS}
+                yield form._pairs, kind, {**names, **of_product, **form.PAIRS[kind]}
+        yield form._product, kind, {**of_product, **form.PRODUCT[kind]}
+        yield form._weights, kind, {"HAS_PTX": True, "num_stages": 3, **form.WEIGHTS}
+        yield form._names_and_norms, kind, {"num_stages": 3, **form.NORMS}
     for kernel in (form._ratios, form._pull):
         yield kernel, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}
 
 
-def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
+def compiled(architecture: int, kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:
+    dtype, is_odd = kind.partition(",")[0], architecture >= 90 and kind == "bf16"
     options_given = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     signature = signature_of(kernel, dtype) | dict.fromkeys(constants, "constexpr")
     # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
     attrs = {
         (index,): [["tt.divisibility", 16]]
-        for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.startswith(("stride", "grad_")) or name in ("length", "width", "pitch")
+        for index, (name, of) in enumerate(signature.items())
+        if of.startswith("*") or (not is_odd and name.startswith(("stride_", "grad_", "length", "width", "pitch")))
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
     device = GPUTarget("cuda", architecture, 32)
@@ -83,7 +82,7 @@ def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, An
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     code = re.sub(r"(?m)^\s*(\.loc|\.file|//).*$|(?s:\.section\s+\.debug.*)", "", built.asm["ptx"])  # no line numbers
     return {
-        "variant": f"{kernel.__name__} {dtype} {sorted(constants.items())} {options_given}",
+        "variant": f"{kernel.__name__} {kind} {sorted(constants.items())} {options_given}",
         "code": hashlib.sha256(code.encode()).hexdigest(),
         "kernel": kernel.__name__, "dtype": dtype,
         "computes_products": kernel in PRODUCTS,
@@ -97,10 +96,10 @@ def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, An
 
 if __name__ == "__main__":
     seen = set()
-    for kernel, dtype, constants in variants(int(sys.argv[1])):
-        is_first = (kernel, dtype) not in seen
-        seen.add((kernel, dtype))
+    for kernel, kind, constants in variants(int(sys.argv[1])):
+        is_first = (kernel, kind) not in seen
+        seen.add((kernel, kind))
         # Triton makes a constant of each number that is 1, as of one token that is a chunk of its own.
         ones = {name: 1 for name in kernel.arg_names if name in ("chunks", "num_chunks", "length", "height", "tiles")}
         for more in ({}, ones) if is_first else ({},) if sys.argv[2:] != ["one-of-each"] else ():
-            print(json.dumps(compiled(int(sys.argv[1]), kernel, dtype, constants | more)), flush=True)
+            print(json.dumps(compiled(int(sys.argv[1]), kernel, kind, constants | more)), flush=True)

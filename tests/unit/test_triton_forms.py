@@ -297,7 +297,8 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     launched = {"_names_and_norms", "_pairs", "_ratios", "_pull", "_weights", "_product"}
     assert {kernel["kernel"] for kernel in found} == launched
     for kernel in found:
-        most_spilled = {80: 64, 90: 800}[architecture] * (kernel["kernel"] == "_pairs")
+        may_spill = kernel["kernel"] == "_pairs" or kernel["variant"].startswith("_product bf16 ")  # of odd widths
+        most_spilled = 1200 if may_spill and architecture == 90 else 64
         assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= most_spilled, kernel
         assert 0 <= kernel["shared_bytes"] <= most_shared_kib * 1024, kernel
         if architecture == 90 and kernel["computes_products"]:
