@@ -52,7 +52,9 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if (sums or keep) and (sums or not upper):
                 names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "SUMS": sums, "KEEP": keep}
                 yield form._pairs, kind, {**names, **of_product, **form.PAIRS[kind]}
-        yield form._product, kind, {**of_product, **form.PRODUCT[kind]}
+        ones = dict.fromkeys(("chunks", "num_chunks", "length", "height"), 1)  # of which Triton makes constants
+        for more in ({}, ones):
+            yield form._product, kind, {**of_product, **form.PRODUCT[kind], **more}
         yield form._weights, kind, {"HAS_PTX": True, "num_stages": 3, **form.WEIGHTS}
         yield form._names_and_norms, kind, {"num_stages": 3, **form.NORMS}
     for kernel in (form._ratios, form._pull):
@@ -97,9 +99,6 @@ def compiled(architecture: int, kernel: Any, kind: str, constants: dict[str, Any
 if __name__ == "__main__":
     seen = set()
     for kernel, kind, constants in variants(int(sys.argv[1])):
-        is_first = (kernel, kind) not in seen
-        seen.add((kernel, kind))
-        # Triton makes a constant of each number that is 1, as of one token that is a chunk of its own.
-        ones = {name: 1 for name in kernel.arg_names if name in ("chunks", "num_chunks", "length", "height", "tiles")}
-        for more in ({}, ones) if is_first else ({},) if sys.argv[2:] != ["one-of-each"] else ():
-            print(json.dumps(compiled(int(sys.argv[1]), kernel, kind, constants | more)), flush=True)
+        if sys.argv[2:] != ["one-of-each"] or (kernel, kind, len(constants)) not in seen:
+            seen.add((kernel, kind, len(constants)))
+            print(json.dumps(compiled(int(sys.argv[1]), kernel, kind, constants)), flush=True)
