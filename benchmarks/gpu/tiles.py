@@ -81,7 +81,7 @@ def measured(seconds: float) -> Iterator[dict[str, Any]]:
 
 def with_tile(kernel: str, tile: dict[str, int], run: Callable[[], Any]) -> Any:
     """Call `run` while the kernel computes such tiles."""
-    kind = form._kind(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    kind = form._kind(torch.empty(1, 1, 1, 16, dtype=torch.bfloat16, device="cuda"))
     tiles = {
         "_pairs": form.PAIRS[kind], "_product": form.PRODUCT[kind], "_weights": form.WEIGHTS,
         "_names_and_norms": form.NORMS,
