@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import math
 import os
 import shlex
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -79,25 +77,21 @@ def options_of(lines: Sequence[Record]) -> str:
     return f"{'' if model == 'tiny' else f' --model {model}'}{f' --flags={shlex.quote(flags)}' if flags else ''}"
 
 
-def run(script: str, words: Iterable[object], seconds: float | None = None, **environment: str) -> str:
+def run(script: str, words: Iterable[object], seconds: float = math.inf, **environment: str) -> str:
     """Run a script of the repository in this process's environment plus what is given, and return its output.
 
     Args:
-        seconds: after these it is killed, which is no error.
+        seconds: time after which the run is killed, which is no error; the output is then empty.
 
     Raises:
         SystemExit: it ended with another status than 0.
     """
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     command = [str(word) for word in (*torchrun, script, *words)]
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        with jobs.started(command, cwd=ROOT, env={**os.environ, **environment}, **streams) as process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-            status = process.poll()
-        output.seek(0)
-        text = output.read()
-    if status:
-        raise SystemExit(f"a run ended with status {status}:\n{text[-8000:]}")
-    return text
+    try:
+        done = jobs.run(command, cwd=ROOT, env={**os.environ, **environment}, merged=True, timeout=seconds)
+    except jobs.HungError:
+        return ""
+    if done.returncode:
+        raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-8000:]}")
+    return done.stdout

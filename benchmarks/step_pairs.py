@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ MEASURES = {  # column, and whether steps count whose line is logged: they measu
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_pairs", description=__doc__)
     parser.add_argument("--steps", type=int, default=620, help="of each run; the first twenty do not count")
-    parser.add_argument("--seconds", type=float, help="end each run after these: the steps that it has made count")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end each run after this time, keep its steps")
     parser.add_argument("--profile", type=Path, metavar="FILE.json", help="profile some more steps of the last run")
     launched.add_options(parser)
     records.add_options(parser, RESULTS / "step_pairs.csv")

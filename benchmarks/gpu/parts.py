@@ -93,10 +93,10 @@ class Setting:
             yield Part("host", ((*_PYTHON, "benchmarks.host", *host),), leaves="host.csv")
             tiles = str(self.output / "tiles.csv")
             yield Part("tiles", ((*_PYTHON, "benchmarks.gpu.tiles", tiles, "--seconds", "80"),), leaves="tiles.csv")
-        yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--seconds", "180", "--steps", more, *profile)
-        yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--seconds", "180", "--steps", few)
+        yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--steps", more, *profile)
+        yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--steps", few)
         yield self._steps("steps-350m", 16, "--kinds", "chunks,FFN", *turns)
-        yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--seconds", "180", "--steps", few)
+        yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--steps", few)
         yield self._form("tiled")
         yield self._form("reference")
 
@@ -133,6 +133,7 @@ class Setting:
         """Steps with the largest of the micro-batches `batch`, a half of it ... 1 that fits."""
         kind, model = name.split("-")[:2]
         module = f"benchmarks.{'steps' if kind == 'steps' else 'step_pairs'}"
+        words += () if kind == "steps" else ("--seconds", "180")  # what is measured by then is kept
         output = ("--output", str(self.output / f"{name}.csv"))
         common = (module, "--model", "tiny" if self.pretend else model, *output, *self.text, *words, "--flags")
         batches = (batch >> half for half in range(batch.bit_length()))

@@ -52,10 +52,10 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if (sums or keep) and (sums or not upper):
                 names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "SUMS": sums, "KEEP": keep}
                 yield form._pairs, kind, {**names, **of_product, **form.PAIRS[kind]}
-        ones = dict.fromkeys(("chunks", "num_chunks", "length", "height"), 1)  # of which Triton makes constants
+        ones = dict.fromkeys(("chunks", "num_chunks", "length", "height"), 1)  # Triton makes constants of them
         for more in ({}, ones):
             yield form._product, kind, {**of_product, **form.PRODUCT[kind], **more}
-        yield form._weights, kind, {"HAS_PTX": True, "num_stages": 3, **form.WEIGHTS}
+        yield form._weights, kind, {"IS_FAST": True, "num_stages": 3, **form.WEIGHTS}
         yield form._names_and_norms, kind, {"num_stages": 3, **form.NORMS}
     for kernel in (form._ratios, form._pull):
         yield kernel, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}
@@ -68,8 +68,8 @@ def compiled(architecture: int, kernel: Any, kind: str, constants: dict[str, Any
     # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
     attrs = {
         (index,): [["tt.divisibility", 16]]
-        for index, (name, of) in enumerate(signature.items())
-        if of.startswith("*") or (not is_odd and name.startswith(("stride_", "grad_", "length", "width", "pitch")))
+        for index, (name, type_) in enumerate(signature.items())
+        if type_.startswith("*") or (not is_odd and name.startswith(("stride_", "grad_", "length", "width", "pitch")))
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
     device = GPUTarget("cuda", architecture, 32)
