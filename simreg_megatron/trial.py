@@ -115,14 +115,15 @@ def terms_and_gradient(
         rectangles = [[((0, middle), spans[1])], [(spans[1], (middle, first))]]
         measured = [form.measure_part(tokens, *each, tau) for each in zip(spans, rectangles, strict=True)]
         sums = measured[0][1] + measured[1][1]
-        kept = [form.finish(each[0], sums[..., slice(*span)], span) for each, span in zip(measured, spans, strict=True)]
+        pairs = zip(measured, spans, strict=True)
+        found = [form.finish(part, sums[..., slice(*span)], span, tau) for (part, _), span in pairs]
     else:
-        kept = [form.measure(tokens, span, tau, keep=True) for span in spans]
-    pull = torch.cat([form.anchor_pull(torch.ones_like(each.ratio), each, tau) for each in kept], dim=-1)
+        found = [form.measure(tokens, span, tau, keep=True) for span in spans]
+    pull = torch.cat([each.slopes for each in found], dim=-1)
     grad = torch.empty_like(tokens.rows)
-    for span, each in zip(spans, kept, strict=True):
-        form.pull_back(tokens.rows, each, pull, span, tau, grad[:, :, slice(*span)])
-    return torch.cat([each.ratio for each in kept], dim=-1).log1p(), grad
+    for span, each in zip(spans, found, strict=True):
+        form.pull_back(tokens.rows, each.kept, pull, span, tau, grad[:, :, slice(*span)])
+    return torch.cat([each.terms for each in found], dim=-1), grad
 
 
 def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:

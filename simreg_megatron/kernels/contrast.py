@@ -68,20 +68,19 @@ class _ContrastTerms(torch.autograd.Function):
         ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, temperature: float, impl: str
     ) -> Tensor:
         tokens, anchors = Tokens(rows, labels, usable, documents), (0, rows.shape[2])
-        kept = form_named(impl).measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
-        ctx.save_for_backward(rows, *kept)
+        terms, slopes, kept = form_named(impl).measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
+        ctx.save_for_backward(rows, slopes, *kept)
         ctx.options, ctx.is_spent = (temperature, impl), False
-        return torch.log1p(kept.ratio)
+        return terms
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *saved = ctx.saved_tensors
+        rows, slopes, *saved = ctx.saved_tensors
         temperature, impl = ctx.options
         form, (kept,) = form_named(impl), without_spent_pairs(ctx, [Kept(*saved)])
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        pull = form.anchor_pull(grads[0], kept, temperature)
-        form.pull_back(rows, kept, pull, (0, rows.shape[2]), temperature, grad)
+        form.pull_back(rows, kept, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
         return grad, None, None, None, None, None
 
 

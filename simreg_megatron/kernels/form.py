@@ -28,22 +28,28 @@ class Tokens(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors that the gradient needs in addition to the rows."""
+    """Tensors that the gradient needs in addition to the rows and the pull of each token."""
 
     documents: Tensor | None  # [b, c, k], or None
     names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
     scale: Tensor  # 1 / |row| times a constant of the form [b, c, k]
-    total: Tensor  # S_pos [b, c, p]
-    ratio: Tensor  # S_neg / S_pos [b, c, p]
     pairs: Tensor  # P of all pairs, in an order of the form's own; empty where it is computed again
+
+
+class Measured(NamedTuple):
+    """What the forward finds of the anchors."""
+
+    terms: Tensor  # log(1 + S_neg / S_pos) [b, c, p]; 0 where there are no negatives, or the token is not usable
+    slopes: Tensor  # (a, b) of `contrast` for a gradient of 1, [2, b, c, p]: times the gradient they are the pull
+    kept: Kept
 
 
 class Form(ABC):
     """Interface: the sums over pairs and their gradient; see `contrast` for the equations."""
 
     @abstractmethod
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
-        """Compute S_pos and S_neg / S_pos of the anchors; `keep`: for a gradient to come."""
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
+        """Compute the terms of the anchors; `keep`: for a gradient to come."""
 
     @abstractmethod
     def measure_part(
@@ -56,18 +62,13 @@ class Form(ABC):
             rectangles: and pairs of a token in the first span with one in the second, which share no token.
 
         Returns:
-            Kept without total and ratio, and float64 sums over positives and over negatives [2, b, c, k]: each pair is
-            added to both of its tokens.
+            What is kept, and float64 sums over positives and over negatives [2, b, c, k]: each pair is added to both of
+            its tokens.
         """
 
     @abstractmethod
-    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
+    def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         """Return what `measure` does, from the sums [2, b, c, p] over all tokens that the anchors meet."""
-
-    @abstractmethod
-    def anchor_pull(self, grad_terms: Tensor, kept: Kept, temperature: float) -> Tensor:
-        """(a, b) of the anchors, [2, b, c, p], from the gradient of log(1 + S_neg / S_pos) [b, c, p]: how strongly each
-        pulls at its negatives and at its positives."""
 
     @abstractmethod
     def pull_back(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.form import Form, Kept, Span, Tokens, cut
+from simreg_megatron.kernels.form import Form, Kept, Measured, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
 
@@ -252,14 +252,14 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
 class TorchForm(Form):
     """The functions above, and what comes before and after them."""
 
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
         given = _prepared(tokens, temperature)
         plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
         kept = given.scale.new_empty(plan.kept if keep else 0)
         with full_float32():
             sums = pair_sums(given, plan, triangle(anchors, given.rows.shape[2], plan.side), anchors, kept)
-        part = Kept(given.documents, given.names, given.scale, kept, kept, kept)
-        return self.finish(part, sums[..., slice(*anchors)], anchors)
+        part = Kept(given.documents, given.names, given.scale, kept)
+        return self.finish(part, sums[..., slice(*anchors)], anchors, temperature)
 
     def measure_part(
         self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
@@ -267,19 +267,16 @@ class TorchForm(Form):
         given = _prepared(tokens, temperature)
         with full_float32():
             sums = part_sums(given, anchors, rectangles)
-        nothing = given.names.new_empty(0)
-        return Kept(given.documents, given.names, given.scale, nothing, nothing, nothing), sums
+        return Kept(given.documents, given.names, given.scale, given.scale.new_empty(0)), sums
 
-    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
+    def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         names, scale = part.names[..., slice(*anchors)], part.scale[..., slice(*anchors)]
         total, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
         # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
-        ratio = (negative / total).addcdiv_(scale, scale, value=0.0)
-        return part._replace(total=total, ratio=ratio.masked_fill_(names < 0, 0.0))
-
-    def anchor_pull(self, grad_terms: Tensor, kept: Kept, temperature: float) -> Tensor:
-        a = (grad_terms / (kept.ratio + 1.0) / (kept.total * temperature)).masked_fill(kept.ratio == 0, 0.0)
-        return torch.stack([a, a * kept.ratio])
+        ratio = (negative / total).addcdiv_(scale, scale, value=0.0).masked_fill_(names < 0, 0.0)
+        slope = total * temperature
+        a = slope.addcmul_(slope, ratio).reciprocal_().masked_fill_(ratio == 0, 0.0)
+        return Measured(ratio.log1p(), torch.stack([a, a * ratio]), part)
 
     def pull_back(
         self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor

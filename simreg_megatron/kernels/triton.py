@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""SimReg in Triton, for bfloat16 and float32 rows: three kernels compute the pairs, and three small ones the tokens.
+"""SimReg in Triton, for bfloat16 and float32 rows: three kernels compute the pairs, and two small ones the tokens.
 
     _pairs     P_ij = exp((cos_ij - 1) / tau), its sums over rows and columns, and P itself where it is kept
     _weights   W_ij = H_ij / (|e_i| |e_j|), written over P, and r_i = sum_j W_ij <e_i, e_j> / |e_i|^2
@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from simreg_megatron.kernels.form import Form, Kept, Span, Tokens, cut
+from simreg_megatron.kernels.form import Form, Kept, Measured, Span, Tokens, cut
 
 LONGEST_KEPT = 8192
 PANEL = 4096
@@ -54,7 +54,7 @@ PRODUCT = {
 }
 """Tile of `_product`: BM rows, BN features, BK tokens at a time."""
 WEIGHTS = {"ROWS": 16, "COLUMNS": 256, "num_warps": 4}
-_TOKENS = 512  # of those that a program of `_ratios` and `_pull` takes
+_TOKENS = 512  # that a program of `_terms` takes
 NORMS = {"TOKENS": 8, "FEATURES": 256, "num_warps": 2}
 """Tile of `_names_and_norms`: rows of a program, and features of a row at a time."""
 
@@ -160,8 +160,9 @@ def _pairs(
 
 
 @triton.jit
-def _ratios(sums, kind, tiles, height, names, scale, length, first, total, ratio, SIZE: tl.constexpr):
-    """S_pos and S_neg / S_pos [m, R] from sums [2, m, tiles, R] over all other tokens; 0 where not usable."""
+def _terms(sums, kind, tiles, height, names, scale, length, first, temperature, terms, slopes, SIZE: tl.constexpr):
+    """log(1 + u) [m, R], and (a, b) for a gradient of 1 [2, m, R], from sums [2, m, tiles, R] over all other tokens; 0
+    where not usable."""
     blocks = tl.cdiv(height, SIZE)
     chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
     inside = i < height
@@ -171,26 +172,18 @@ def _ratios(sums, kind, tiles, height, names, scale, length, first, total, ratio
         positive += tl.load(at, inside, 0.0).to(tl.float64)
         negative += tl.load(at + kind, inside, 0.0).to(tl.float64)
         at += height
-    whole = (positive + 1.0).to(tl.float32)  # the token itself is a positive
-    token = chunk * length + first + i
+    whole, token = positive + 1.0, chunk * length + first + i  # the token itself is a positive
     inverse = tl.load(scale + token, inside, 1.0)
     # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
     doubt = tl.where(inverse == 0.0, float("nan"), inverse * 0.0)
-    is_usable = tl.load(names + token, inside, -1) >= 0
-    tl.store(total + chunk * height + i, whole, inside)
-    tl.store(ratio + chunk * height + i, tl.where(is_usable, negative.to(tl.float32) / whole + doubt, 0.0), inside)
-
-
-@triton.jit
-def _pull(grad, total, ratio, temperature, pull, count, SIZE: tl.constexpr):
-    """(a, b) [2, tokens] from the gradient of the term."""
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = at < count
-    own = tl.load(ratio + at, inside, 0.0)
-    found = tl.load(grad + at, inside, 0.0) / (own + 1.0) / (tl.load(total + at, inside, 1.0) * temperature)
-    found = tl.where(own == 0.0, 0.0, found)
-    tl.store(pull + at, found, inside)
-    tl.store(pull + count + at, found * own, inside)
+    u = tl.where(tl.load(names + token, inside, -1) >= 0, negative / whole + doubt, 0.0)
+    rounded = 1.0 + u  # log(1 + u) = log(rounded) u / (rounded - 1), also where the sum lost digits of u
+    term = tl.where(rounded == 1.0, u, tl.log(rounded) * (u / (rounded - 1.0)))
+    a = tl.where(u == 0.0, 0.0, 1.0 / (rounded * whole * temperature))
+    at, other = chunk * height + i, tl.num_programs(0) // blocks * height  # from a to b
+    tl.store(terms + at, term.to(tl.float32), inside)
+    tl.store(slopes + at, a.to(tl.float32), inside)
+    tl.store(slopes + other + at, (a * u).to(tl.float32), inside)
 
 
 @triton.jit
@@ -308,16 +301,16 @@ class TritonForm(Form):
             raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, got {triton.__version__}: use impl 'tiled'.")
 
     @_with_allocator
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
         rows, part = _prepared(tokens)
         (first, last), length = anchors, rows.shape[2]
         if length > LONGEST_KEPT or not rows.numel():
             rest = [(anchors, other) for other in ((0, first), (last, length))]
             found = _part_sums(rows, part, anchors, rest, temperature)[..., first:last]
-            return self.finish(part, found, anchors)
+            return self.finish(part, found, anchors, temperature)
         pairs = _room_for_pairs(rows, last - first) if keep else part.pairs
         sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
-        return _finished(sums, part._replace(pairs=pairs), first)
+        return _finished(sums, part._replace(pairs=pairs), first, temperature)
 
     @_with_allocator
     def measure_part(
@@ -326,15 +319,8 @@ class TritonForm(Form):
         rows, part = _prepared(tokens)
         return part, _part_sums(rows, part, anchors, rectangles, temperature)
 
-    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
-        return _finished(sums.unsqueeze(3), part, anchors[0])
-
-    def anchor_pull(self, grad_terms: Tensor, kept: Kept, temperature: float) -> Tensor:
-        pull = kept.total.new_empty(2, *kept.total.shape)
-        if count := kept.total.numel():
-            given = grad_terms.contiguous(), kept.total, kept.ratio
-            run(_pull, (cdiv(count, _TOKENS),), *given, temperature, pull, count, SIZE=_TOKENS)
-        return pull
+    def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
+        return _finished(sums.unsqueeze(3), part, anchors[0], temperature)
 
     @_with_allocator
     def pull_back(
@@ -395,8 +381,7 @@ def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
             names.numel(), names, scale, **NORMS,
         )  # fmt: skip
     documents = None if tokens.documents is None else tokens.documents.int().contiguous()
-    nothing = scale.new_empty(0)
-    return rows, Kept(documents, names, scale, nothing, nothing, nothing)
+    return rows, Kept(documents, names, scale, scale.new_empty(0))
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -446,17 +431,18 @@ def _run_pairs(
     return of_rows, of_columns
 
 
-def _finished(sums: Tensor, part: Kept, first: int) -> Kept:
-    """Add S_pos and S_neg / S_pos [b, c, p], computed from sums [2, b, c, tiles, p]."""
+def _finished(sums: Tensor, part: Kept, first: int, temperature: float) -> Measured:
+    """Compute terms and slopes from sums [2, b, c, tiles, p]."""
     num_sequences, num_chunks, tiles, height = sums.shape[1:]
-    total, ratio = [part.scale.new_empty(num_sequences, num_chunks, height) for _ in range(2)]
-    if total.numel():
+    terms = part.scale.new_empty(num_sequences, num_chunks, height)
+    slopes = part.scale.new_empty(2, *terms.shape)
+    if terms.numel():
         run(
-            _ratios, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
+            _terms, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
             sums.contiguous(), sums[0].numel(), tiles, height, part.names, part.scale, part.names.shape[2], first,
-            total, ratio, SIZE=_TOKENS,
+            temperature, terms, slopes, SIZE=_TOKENS,
         )  # fmt: skip
-    return part._replace(total=total, ratio=ratio)
+    return Measured(terms, slopes, part)
 
 
 def _room_for_pairs(rows: Tensor, height: int) -> Tensor:

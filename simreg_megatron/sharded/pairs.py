@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import without_spent_pairs
-from simreg_megatron.kernels.form import Form, Kept, Tokens
+from simreg_megatron.kernels.form import Form, Kept, Measured, Tokens
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.parallel.layout import RowPlan, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
@@ -62,12 +62,15 @@ class _SimReg(torch.autograd.Function):
         ]
         keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs)
         if plan.shares_chunks and not keeps and shard.layout.borders is None:
-            kept = list(_measured_together(parts, shard, plan, pairs))
+            found = list(_measured_together(parts, shard, plan, pairs))
         else:
-            kept = [pairs.form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts]
-        ctx.save_for_backward(hidden_states, *[tensor for each in kept for tensor in each])
+            found = [
+                pairs.form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts
+            ]
+        slopes = joined([each.slopes.flatten(2) for each in found], dim=2)
+        ctx.save_for_backward(hidden_states, slopes, *[tensor for each in found for tensor in each.kept])
         ctx.rest, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
-        return torch.log1p(joined([each.ratio.flatten(1) for each in kept]))
+        return joined([each.terms.flatten(1) for each in found])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -77,28 +80,22 @@ class _SimReg(torch.autograd.Function):
 
 def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     """Compute the gradient of this rank's rows."""
-    hidden_states, *saved = ctx.saved_tensors
+    hidden_states, slopes_2BA, *saved = ctx.saved_tensors
     parts, shard, plan, pairs = ctx.rest
     form, size = pairs.form, len(Kept._fields)
     kept = without_spent_pairs(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
 
-    own, first = [], 0
-    for each in kept:
-        last = first + each.ratio[0].numel()
-        grad = grad_terms[:, first:last].reshape(each.ratio.shape)
-        own.append(form.anchor_pull(grad, each, pairs.temperature).flatten(2))
-        first = last
-    pull_2BS = own[0] if len(own) == 1 else torch.cat(own, dim=2)
-    pull_SB2 = shard.from_all_anchors(pull_2BS.permute(2, 1, 0))
+    pull_SB2 = shard.from_all_anchors((grad_terms * slopes_2BA).permute(2, 1, 0))
     pull = (shard.whole if plan.travels else shard.held)(pull_SB2.transpose(0, 1))
 
     rows = shard.rows_as_they_are(hidden_states, plan)
-    grad_ABD = hidden_states.new_empty(first, *hidden_states.shape[1:])
+    grad_ABD = hidden_states.new_empty(slopes_2BA.shape[2], *hidden_states.shape[1:])
     first = 0
     for (run, stretch), each in zip(parts, kept, strict=True):
         pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
-        last = first + each.ratio[0].numel()
-        grad = grad_ABD[first:last].transpose(0, 1).view(*each.ratio.shape, grad_ABD.shape[2])
+        shape = *each.names.shape[:2], stretch.inside[1] - stretch.inside[0]  # [b, c, p]
+        last = first + shape[1] * shape[2]
+        grad = grad_ABD[first:last].transpose(0, 1).view(*shape, grad_ABD.shape[2])
         form.pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, stretch.inside, pairs.temperature, grad)
         first = last
     return shard.from_all_anchors(grad_ABD)
@@ -119,7 +116,7 @@ def _tokens(view: View, stretch: Stretch) -> Tokens:
 
 def _measured_together(
     parts: Sequence[tuple[View, Stretch]], shard: SequenceShard, plan: RowPlan, pairs: Pairs
-) -> Iterator[Kept]:
+) -> Iterator[Measured]:
     """Measure every part, with each pair computed on one rank alone. A collective."""
     measured, form, labels = [], pairs.form, parts[0][0].labels
     totals = torch.zeros(2, labels.shape[0], shard.layout.length, dtype=torch.float64, device=labels.device)
@@ -137,4 +134,4 @@ def _measured_together(
     shard.sum_over_anchors(totals)
     for part, stretch, chunk in measured:
         sums = totals[:, :, slice(*chunk)].view(2, *part.names.shape)
-        yield form.finish(part, sums[..., slice(*stretch.inside)], stretch.inside)
+        yield form.finish(part, sums[..., slice(*stretch.inside)], stretch.inside, pairs.temperature)

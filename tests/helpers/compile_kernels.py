@@ -32,7 +32,7 @@ def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
     pointers = {
         "rows": dtype, "names": "i32", "scale": "fp32", "documents": "i32", "of_rows": "fp32", "of_columns": "fp32",
         "pairs": dtype, "weights": dtype, "pull": "fp32", "radial": "fp32", "labels": "i64", "usable": "i1",
-        "grad": "fp32" if kernel is form._pull else dtype, "sums": "fp32", "total": "fp32", "ratio": "fp32",
+        "grad": dtype, "sums": "fp32", "terms": "fp32", "slopes": "fp32",
     }  # fmt: skip
     found = {}
     for name in kernel.arg_names:
@@ -57,8 +57,7 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield form._product, kind, {**of_product, **form.PRODUCT[kind], **more}
         yield form._weights, kind, {"IS_FAST": True, "num_stages": 3, **form.WEIGHTS}
         yield form._names_and_norms, kind, {"num_stages": 3, **form.NORMS}
-    for kernel in (form._ratios, form._pull):
-        yield kernel, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}
+    yield form._terms, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}
 
 
 def compiled(architecture: int, kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:

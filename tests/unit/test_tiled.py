@@ -121,11 +121,10 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
     grads = []
     form = form_named("tiled")
     for keep in (True, False):
-        kept = form.measure(tokens, (0, 8), 0.1, keep=keep)
+        _, slopes, kept = form.measure(tokens, (0, 8), 0.1, keep=keep)
         assert kept.pairs.numel() == (4 * 8 * 16 if keep else 0)
-        own = form.anchor_pull(torch.ones_like(kept.ratio), kept, 0.1)
         grads.append(torch.empty_like(tokens.rows[:, :, :8]))
-        form.pull_back(tokens.rows, kept, torch.nn.functional.pad(own, (0, 8)), (0, 8), 0.1, grads[-1])
+        form.pull_back(tokens.rows, kept, torch.nn.functional.pad(slopes, (0, 8)), (0, 8), 0.1, grads[-1])
     torch.testing.assert_close(*grads)
 
 

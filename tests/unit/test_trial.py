@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli, doctor, trial
 from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Form, Kept, Tokens
+from simreg_megatron.kernels.form import Form, Measured, Tokens
 from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses import simreg
 from simreg_megatron.plugin import loop
@@ -30,9 +30,9 @@ from tests.helpers.processes import run_processes
 class WrongFarAway(TorchForm):
     """Right in short chunks."""
 
-    def measure(self, tokens: Tokens, *given: Any, **options: Any) -> Kept:
-        kept = super().measure(tokens, *given, **options)
-        return kept._replace(ratio=kept.ratio * 1.01) if tokens.rows.shape[2] > 64 else kept
+    def measure(self, tokens: Tokens, *given: Any, **options: Any) -> Measured:
+        found = super().measure(tokens, *given, **options)
+        return found._replace(terms=found.terms * 1.01) if tokens.rows.shape[2] > 64 else found
 
 
 CPU = torch.device("cpu")
@@ -41,9 +41,9 @@ Plant = Callable[[Form], None]
 
 
 class WrongTerms(TorchForm):
-    def measure(self, *given: Any, **options: Any) -> Kept:
-        kept = super().measure(*given, **options)
-        return kept._replace(ratio=kept.ratio * 1.001)
+    def measure(self, *given: Any, **options: Any) -> Measured:
+        found = super().measure(*given, **options)
+        return found._replace(terms=found.terms * 1.001)
 
 
 class WrongGradient(TorchForm):
@@ -53,7 +53,7 @@ class WrongGradient(TorchForm):
 
 
 class Broken(TorchForm):
-    def measure(self, *given: Any, **options: Any) -> Kept:
+    def measure(self, *given: Any, **options: Any) -> Measured:
         raise RuntimeError("no such instruction\non this device")
 
 

@@ -167,9 +167,8 @@ def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> Non
         form = form_named(name)
         strided = given.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(1)
         tokens = Tokens(strided, labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
-        kept = form.measure(tokens, (0, 45), 0.1, keep=False)
-        pull = form.anchor_pull(factors.to(given.dtype), kept, 0.1)
-        kept = form.measure(tokens, anchors, 0.1, keep=True)
+        pull = factors.to(given.dtype) * form.measure(tokens, (0, 45), 0.1, keep=False).slopes
+        kept = form.measure(tokens, anchors, 0.1, keep=True).kept
         grad = given.new_empty(anchors[1] - anchors[0], 2, given.shape[-1]).transpose(0, 1).unsqueeze(1)
         form.pull_back(strided, kept, pull, anchors, 0.1, grad)
         grads.append(grad)
@@ -294,7 +293,7 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     )
     assert compiled.returncode == 0, compiled.stderr[-2000:]
     found = [json.loads(line) for line in compiled.stdout.splitlines()]
-    launched = {"_names_and_norms", "_pairs", "_ratios", "_pull", "_weights", "_product"}
+    launched = {"_names_and_norms", "_pairs", "_terms", "_weights", "_product"}
     assert {kernel["kernel"] for kernel in found} == launched
     for kernel in found:
         may_spill = kernel["kernel"] == "_pairs" or kernel["variant"].startswith("_product bf16 ")  # of odd widths
@@ -326,6 +325,7 @@ def test_rows_that_are_exactly_zero_are_left_out() -> None:
     rows[:, 7], rows[0, 20] = 0.0, 0.0
     masks_of_zeros = torch.ones_like(labels, dtype=torch.bool), rows.any(dim=-1)
     given = (Tokens(*(part.unsqueeze(1) for part in (rows, labels, mask)), None) for mask in masks_of_zeros)
-    found, expected = (form_named("triton").measure(tokens, (0, 45), 0.01, keep=False) for tokens in given)
-    assert all(map(torch.equal, found[1:5], expected[1:5]))
-    assert (found.names[:, 0, 7] == -1).all() and (found.ratio[:, 0, 7] == 0).all()
+    found, expected = (form_named("triton").measure(each, (0, 45), 0.01, keep=False) for each in given)
+    assert all(map(torch.equal, found[:2], expected[:2])) and all(map(torch.equal, found.kept[1:3], expected.kept[1:3]))
+    assert (found.kept.names[:, 0, 7] == -1).all()
+    assert (found.terms[:, 0, 7] == 0).all() and (found.slopes[..., 0, 7] == 0).all()
