@@ -11,9 +11,9 @@ so r is known before the product, whose epilogue applies it. A square of pairs i
 diagonal are computed, and stored on both sides. P and W are bfloat16 for bfloat16 rows. Sums of tiles are stored one by
 one and added in a fixed order: the same bits every time.
 
-Chunks of up to LONGEST_KEPT tokens keep P for the backward: at most 16 KiB an anchor, a twelfth of the logits of 32,000
-tokens in bfloat16 and float32, which Megatron holds at the same time. In longer chunks the backward computes P again,
-PANEL rows at a time.
+Chunks of up to LONGEST_KEPT tokens keep P for the backward. In longer ones the backward computes P again, PANEL rows at
+a time. Either way it takes at most 16 KiB a token in bfloat16, a twelfth of the logits of 32,000 tokens in bfloat16 and
+float32, which Megatron holds at the same time.
 
 A row that is not usable has weight 0 in every product, so it must be finite where Megatron's own loss is to be finite.
 
@@ -38,7 +38,7 @@ from triton.language.extra import libdevice
 from simreg_megatron.kernels.form import Form, Kept, Measured, Span, Tokens, cut
 
 LONGEST_KEPT = 8192
-PANEL = 4096
+PANEL = 8192  # half as many leave half of a GPU idle in the product at width 512
 PAIRS = {
     "bf16, sm_90": {"SIDE": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
     "bf16": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
