@@ -210,7 +210,8 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
         chosen.append(("--no-gradient-accumulation-fusion",))
     if machine.transformer_engine:
         chosen.append(("--transformer-impl", "transformer_engine"))
-        chosen.append(("--no-create-attention-mask-in-dataloader",))  # its kernels know the causal mask
+        if flag_value(flags, "--transformer-impl") != "local":
+            chosen.append(("--no-create-attention-mask-in-dataloader",))  # its kernels know the causal mask
         if "--num-experts" in names:  # one kernel for all experts of a rank, and one to sort their tokens
             chosen += [("--moe-grouped-gemm",), ("--moe-permute-fusion",)]
     elif "--sequence-parallel" in names:
@@ -218,9 +219,9 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
     else:
         chosen += [*_LOCAL_LAYERS, *local_stack]
     if large:
-        chosen += _OF_LONG_RUNS
+        chosen += without(_OF_LONG_RUNS, {"--cross-entropy-loss-fusion"} if "--deterministic-mode" in names else ())
     if large and not names & _FSDP:
-        chosen += _OF_SHARDED_STATE
+        chosen += without(_OF_SHARDED_STATE, {"--overlap-param-gather"} if "--save-params-interval" in names else ())
         chosen += [] if "--ddp-num-buckets" in names else [_BUCKET]  # Megatron takes one of the two
     return chosen
 

@@ -198,12 +198,17 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def check_document_masks(args: Any) -> None:
-    """Refuse layouts in which Megatron 0.19 itself would lose the borders of documents, most of them silently.
+    """Refuse settings with which Megatron 0.19 itself would lose the borders of documents, most of them silently.
 
     Raises:
-        ValueError: a mask does not reach all pipeline stages, packed rows arrive at the next stage in another shape,
-            or context parallelism cuts packed rows where attention does not expect it.
+        ValueError: a mask reaches neither Transformer Engine nor all pipeline stages, packed rows arrive at the next
+            stage in another shape, or context parallelism cuts packed rows where attention does not expect it.
     """
+    if args.reset_attention_mask and args.transformer_impl != "local":
+        raise ValueError(
+            "--reset-attention-mask has no effect with Transformer Engine, whose causal attention reads no mask: "
+            "use --dataloader-inter-document-masking instead"
+        )
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if args.reset_attention_mask and (stages > 2 or virtual):
         raise ValueError(

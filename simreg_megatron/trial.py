@@ -81,12 +81,13 @@ def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
 def _compared(form: Form, shape: Shape, device: torch.device) -> Iterator[tuple[str, list[float], tuple[float, float]]]:
     """Yield how, the relative errors of terms and gradient, and their bounds.
 
-    All rows of the shape are computed, and the first two sequences compared; then one chunk as two ranks compute it
-    that share it, which takes other ways through the pairs.
+    All rows of the shape are computed, and the first two sequences compared; then one chunk with three documents, as
+    two ranks compute it that share it, which takes other ways through the pairs.
     """
     whole = sample(shape, device)
-    chunk = Tokens(*(None if part is None else part[:, :1, :_FEW] for part in whole))  # type: ignore[arg-type]
-    last = chunk.rows.shape[2]
+    rows, labels, usable = (part[:, :1, :_FEW] for part in whole[:3])
+    last = rows.shape[2]
+    chunk = Tokens(rows, labels, usable, (torch.arange(last, device=device) * 3 // last).expand_as(labels))
     parts = [(0, max(1, last // 3)), (max(1, last // 3), last)]
     for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
         lost = error_of_sums(shape.dtype, shape.width, tau)
@@ -96,7 +97,8 @@ def _compared(form: Form, shape: Shape, device: torch.device) -> Iterator[tuple[
             (" on chunks that ranks share", chunk, parts, False),
             (" on chunks that ranks share", chunk, parts, True),
         ):
-            two = Tokens(tokens.rows[:2].float(), tokens.labels[:2], tokens.usable[:2], None)
+            documents = None if tokens.documents is None else tokens.documents[:2]
+            two = Tokens(tokens.rows[:2].float(), tokens.labels[:2], tokens.usable[:2], documents)
             exact = terms_and_gradient(form_named("tiled"), two, [(0, two.rows.shape[2])], tau)
             found = terms_and_gradient(form, tokens, spans, tau, is_shared=is_shared)
             yield how, [_apart(mine[:2], right) for mine, right in zip(found, exact, strict=True)], bounds

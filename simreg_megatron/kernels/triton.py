@@ -77,7 +77,7 @@ def _names_and_norms(
     square = tl.sum(squares, axis=1)
     is_usable = (tl.load(usable + token, inside, 0) != 0) & (square != 0.0)  # a NaN counts, as any number but 0
     tl.store(scale + token, tl.where(is_usable, 1.0 / tl.sqrt(square), 1.0).to(tl.float32), inside)
-    tl.store(names + token, tl.where(is_usable, tl.load(labels + token, inside, -1), -1).to(tl.int32), inside)
+    tl.store(names + token, tl.where(is_usable, tl.load(labels + token, inside, 0).to(tl.int32), -1), inside)
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def _with_allocator(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Give the kernels that `launch` starts memory for the descriptors that they make.
 
     Triton takes its allocator from the context, and autograd's threads have contexts of their own: so it is set in each
-    call, in a copy of the context, which leaves the program's own allocator alone.
+    call, in a copy of the context, which leaves the program's own alone (Triton 3.4 has one for all contexts).
     """
 
     @functools.wraps(launch)

@@ -50,7 +50,7 @@ def simreg_loss(
     Args:
         embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. Computed
             in float32 (float64 for float64), outside any autocast; the gradient has the input's dtype.
-        labels: integer [b, n] or [n]; a label below 0 (-100) makes the token invalid.
+        labels: integer [b, n] or [n]; a label below 0 (-100) makes the token invalid. For impl "triton" below 2^31.
         temperature: tau, above 0.
         valid: bool, shape of labels. Invalid tokens are neither anchor, positive nor negative. So are tokens
             whose embedding is exactly zero. Their gradient is exactly 0, and they may hold anything, but for impl

@@ -439,10 +439,15 @@ class TestLongRunsOnGpus:
         made = plan(*self.WORDS, machine=GPU)
         names = flag_names(made.flags)
         assert {"--cross-entropy-loss-fusion", "--manual-gc", "--no-create-attention-mask-in-dataloader"} <= names
+        for given, excluded in (
+            ("--deterministic-mode", "--cross-entropy-loss-fusion"),
+            ("--save-params-interval 9", "--overlap-param-gather"),
+            ("--transformer-impl local", "--no-create-attention-mask-in-dataloader"),
+        ):
+            assert excluded in names - flag_names(plan(*self.WORDS, *given.split(), machine=GPU).flags)
         assert values(made, "--distributed-timeout-minutes") == ["30"]
-        assert values(
-            plan(*self.WORDS, "--distributed-timeout-minutes", "5", machine=GPU), "--distributed-timeout-minutes"
-        ) == ["5"]
+        own = plan(*self.WORDS, "--distributed-timeout-minutes", "5", machine=GPU)
+        assert values(own, "--distributed-timeout-minutes") == ["5"]
         assert not {"--cross-entropy-loss-fusion", "--manual-gc"} & flag_names(plan(machine=GPU).flags), "the tiny one"
 
     def test_a_kernel_of_apex_is_used_if_it_is_there(self) -> None:

@@ -11,12 +11,16 @@ import pytest
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
 
+PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+
+
 def arguments(**given: object) -> SimpleNamespace:
     usual = {
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
+        PIPELINE: 1,
+        VIRTUAL: None,
         "context_parallel_size": 1,
         "reset_attention_mask": False,
+        "transformer_impl": "local",
         "dataloader_inter_document_masking": False,
         "micro_batch_size": 2,
     }
@@ -26,18 +30,12 @@ def arguments(**given: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"reset_attention_mask": True, "pipeline_model_parallel_size": 3}, "first and the last pipeline stage only"),
-        (
-            {
-                "reset_attention_mask": True,
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-            },
-            "use --dataloader-inter-document-masking with --micro-batch-size 1",
-        ),
+        ({"reset_attention_mask": True, PIPELINE: 3}, "first and the last pipeline stage only"),
+        ({"reset_attention_mask": True, PIPELINE: 2, VIRTUAL: 2}, "use --dataloader-inter-document-masking with"),
+        ({"reset_attention_mask": True, "transformer_impl": "transformer_engine"}, "has no effect with"),
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
-        ({"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 2}, "set --micro-batch-size 1"),
-        ({"sft": True, "pipeline_model_parallel_size": 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
+        ({"dataloader_inter_document_masking": True, PIPELINE: 2}, "set --micro-batch-size 1"),
+        ({"sft": True, PIPELINE: 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
     ],
 )
 def test_document_masks_that_megatron_would_lose_are_refused(given: dict[str, object], sentence: str) -> None:
