@@ -44,6 +44,11 @@ def _fit_batch(
     preset: list[Flag], user: Sequence[Flag], machine: Machine, notes: list[str], *, strict: bool
 ) -> list[Flag]:
     """Choose a micro-batch that divides each replica's share of the global batch, unless the user chose one."""
+    if "--step-batch-size-schedule" in flag_names(user):
+        raise LaunchError(
+            "--step-batch-size-schedule excludes the preset's --global-batch-size: leave it out, or start "
+            "`torchrun -m simreg_megatron simreg_megatron/pretrain.py` with all flags of your own"
+        )
     both = [*preset, *user]
     replicas = machine.world_size // math.prod(sizes.model_parallel_sizes(both))
     batch = flag_number(both, "--global-batch-size", 1)

@@ -10,8 +10,9 @@ from launch.flags import Flag, flag_names, flag_value, flatten, without
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
-_OF_A_START = {  # where a run's first weights come from; they would drop the optimizer's state at each resume
+_OF_A_START = {  # where a run's first weights come from; each resume would begin there again
     "--load", "--ckpt-step", "--finetune", "--no-load-optim", "--no-load-rng", "--pretrained-checkpoint",
+    "--override-ckpt-iteration", "--load-main-params-from-ckpt", "--moe-use-upcycling",
 }  # fmt: skip
 _OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from launch.flags import LaunchError, flag_name, flag_value
+from launch.flags import LaunchError, flag_name, flag_names, flag_value
 from launch.planned import Plan
 
 ENDED = "ended.json"
@@ -29,6 +29,8 @@ def length(plan: Plan) -> str:
 
 def has_ended(plan: Plan) -> bool:
     """Return whether the run reached the length that is asked for now; a LaunchError if another run did, there."""
+    if _only_evaluates(plan):
+        return False
     now = _trained_by(plan)
     try:
         ended = json.loads((plan.output / ENDED).read_text())
@@ -52,7 +54,13 @@ def _trained_by(plan: Plan) -> dict[str, str]:
     return {name: value for name, value in named.items() if name in trains | _AS_WELL}
 
 
+def _only_evaluates(plan: Plan) -> bool:
+    return "--skip-train" in flag_names(plan.flags)
+
+
 def mark_ended(plan: Plan) -> None:
+    if _only_evaluates(plan):
+        return
     path = plan.output / ENDED
     try:
         path.write_text(json.dumps({"length": length(plan), "flags": _trained_by(plan)}) + "\n")

@@ -28,8 +28,8 @@ def run(argv: list[str], *, plain: bool = False) -> None:
     from simreg_megatron.plugin.compat import MegatronSeamError, has_training_loop
 
     script = argv[0]
-    folder = os.path.dirname(os.path.abspath(script))
-    if folder != os.path.dirname(os.path.abspath(__file__)):  # pretrain.py imports nothing from its folder
+    folder = os.path.dirname(os.path.realpath(script))
+    if folder != os.path.dirname(os.path.realpath(__file__)):  # pretrain.py imports nothing from its folder
         sys.path.insert(0, folder)  # runpy does not; before Megatron is imported
     try:
         mode = cpu_backend.requested(argv[1:])
@@ -57,7 +57,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         raise SystemExit(2) from None
     sys.argv = argv
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
     finally:  # Megatron itself flushes TensorBoard before the last validation, and finishes W&B after it
         megatron = sys.modules.get("megatron.training.global_vars")
         if megatron and (writer := megatron.get_tensorboard_writer()):

@@ -128,16 +128,19 @@ def _paused() -> Iterator[None]:
 
 
 @contextmanager
-def _repeated_random_numbers() -> Iterator[None]:
-    """Restore the random state afterwards, so that what is drawn in here is drawn again."""
+def _repeated(models: Any) -> Iterator[None]:
+    """Restore the random state and the models' buffers (biases of experts, say), so that a step can be repeated."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     of_megatron = dict(get_cuda_rng_tracker().get_states())
+    buffers = [(buffer, buffer.clone()) for model in compat.unwrapped(models) for buffer in model.buffers()]
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
     finally:
         get_cuda_rng_tracker().set_states(of_megatron)
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
@@ -146,7 +149,7 @@ def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, list[Te
     Megatron's data parallelism has these in `main_grad`, and leaves `grad` empty.
     """
     _clear(models)
-    with _repeated_random_numbers():
+    with _repeated(models):
         loss = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), forward_backward())
     named = (pair for model in compat.unwrapped(models) for pair in model.named_parameters())
     parameters = [parameter for name, parameter in named if f".{learnable.PREFIX}" not in f".{name}"]  # SimReg's own

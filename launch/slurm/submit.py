@@ -200,6 +200,7 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
             progress.has_ended(plan),
             f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
         ),
+        ("--skip-train" in flag_names(plan.flags), "--skip-train trains nothing for a chain to resume: leave it out"),
         (checkpoints.is_there(plan.output / STOP), f"{plan.output / STOP} stops every slice: remove it first"),
         (
             "--exit-duration-in-mins" in flag_names(plan.flags),

@@ -81,8 +81,9 @@ def read_run(folder: str | Path, name: str = "") -> Run:
         below = dict.fromkeys(str(path.parent).removesuffix("/tensorboard") for path in files if path.parent != inner)
         hint = f"give {' or '.join([*below][:3])}" if below else "the run has logged nothing yet, or elsewhere"
         raise ReportError(f"{inner} holds no TensorBoard scalars: {hint}")
-    if "lm loss validation-0" in scalars:  # its name where there are several validation sets
-        scalars.setdefault(VALIDATION_LOSS, scalars["lm loss validation-0"])
+    of_sets = [tag for tag in scalars if tag.startswith("lm loss validation-") and not tag.endswith(" ppl")]
+    if of_sets:  # of several validation sets the first one is shown
+        scalars.setdefault(VALIDATION_LOSS, scalars[of_sets[0]])
     own = inner.resolve()
     return Run(name or (own.parent if own.name == "tensorboard" else own).name, scalars, settings)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     ]
     rows = config.vocab_size
     print(f"{options.save}: imported from {options.model}")
-    print(f"train from it with: --load {options.save} --finetune {' '.join(flags)}")
+    print(f"train from it with: --load {shlex.quote(str(options.save))} --finetune {' '.join(flags)}")
     print(
         f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding whichever tokenizer you "
         "name; divide it by your --tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently"

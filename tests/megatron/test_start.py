@@ -67,9 +67,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("simreg", quick([False, True], bool), ids=["plain", "torchrun"])
-def test_the_megatron_next_to_the_script_runs(simreg: bool, tree: Path) -> None:
+def test_the_megatron_next_to_the_script_runs(simreg: bool, tree: Path, tmp_path: Path) -> None:
+    (link := tmp_path / "job.py").symlink_to(tree / "pretrain.py")
     start = ("-m", "torch.distributed.run", "--standalone") if simreg else ()
-    words = (str(tree / "pretrain.py"), "--simreg-cpu=force", "--lr", "1")
+    words = (str(link), "--simreg-cpu=force", "--lr", "1")
     done = python(*start, "-m", "simreg_megatron", *([] if simreg else ["--plain"]), *words)
     assert done.returncode == 0, done.stderr
     assert f"> Megatron 0.19.77 from {tree}\n" in done.stdout
@@ -89,20 +90,12 @@ def test_another_megatron_that_was_imported_first_is_an_error(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("compiled", "makefile", "make", "runs"),
-    [
-        (True, False, True, False),
-        (True, True, True, True),
-        (True, True, False, False),
-        (False, False, True, True),
-        (False, True, False, True),
-    ],
+    ("compiled", "makefile", "make", "runs"), [(1, 0, 1, 0), (1, 1, 1, 1), (1, 1, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)]
 )
 def test_make_runs_where_it_can_or_must(
-    compiled: bool, makefile: bool, make: bool, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: int, makefile: int, make: int, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if makefile:
-        (tmp_path / "Makefile").touch()
+    (tmp_path / ("Makefile" if makefile else "other")).touch()
     module = SimpleNamespace(origin=str(tmp_path / "helpers_cpp.so")) if compiled else None
     monkeypatch.setattr(util, "find_spec", lambda name: module)
     monkeypatch.setattr(installed.shutil, "which", lambda name: "/usr/bin/make" if make else None)

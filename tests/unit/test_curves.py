@@ -46,10 +46,11 @@ def test_what_a_resumed_run_logged_before_is_dropped(tmp_path: Path) -> None:
             writer.add_scalar("lm loss", 5.0 + time, step, walltime=float(time))
             writer.add_scalar("lm loss vs samples", 5.0, 8 * step, walltime=float(time))
             if step in (250, 350):
-                writer.add_scalar("lm loss validation", step / 100, step, walltime=float(time))
+                for name, loss in (("a ppl", 9.0), ("a", step / 100), ("b", 9.0)):  # of several sets the first
+                    writer.add_scalar(f"lm loss validation-{name}", loss, step, walltime=float(time))
     run = read_run(tmp_path)
     assert run.scalars["lm loss"].steps[-2:].tolist() == [310, 320] and run.last("lm loss") == 5.0 + 40
-    assert run.scalars["lm loss validation"].steps.tolist() == [250]
+    assert run.scalars["lm loss validation"].steps.tolist() == [250] and run.last("lm loss validation") == 2.5
 
 
 def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Captured) -> None:

@@ -288,6 +288,7 @@ def a_class_of_its_own_that_is_wrapped_is_known() -> None:
             made = GPTModel(*arguments, **settings)
             self.embedding, self.decoder, self.output_layer = made.embedding, made.decoder, made.output_layer
             self.post_process, self.prepared = True, made._preprocess
+            self.register_buffer("steps", torch.zeros(()))  # changes in each, as the biases of experts may
 
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
             decoder_input, rotary, *_ = self.prepared(input_ids=tokens, position_ids=None)
@@ -295,7 +296,7 @@ def a_class_of_its_own_that_is_wrapped_is_known() -> None:
             return self._postprocess(hidden_states, labels)
 
         def _postprocess(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-            return self.compute_language_model_loss(labels, self.output_layer(hidden_states)[0])
+            return self.compute_language_model_loss(labels, self.output_layer(hidden_states * self.steps.add_(1))[0])
 
     install(config=CONFIG)
     model = build(Own)
@@ -308,7 +309,7 @@ def a_class_of_its_own_that_is_wrapped_is_known() -> None:
         loss.backward()
         return [{"lm loss": torch.stack([loss.detach(), torch.ones(())])}]
 
-    assert check(model, step).change > 0.1
+    assert check(model, step).change > 0.1 and model.steps == 0
     with pytest.raises(ContractError, match="the loop reports nan without SimReg, so nothing can be compared"):
         check(model, lambda: step() and float("nan"))
 

@@ -239,6 +239,7 @@ def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None
     ("words", "variables", "expected"),
     [
         (("--lr", "a b"), {"NPROC_PER_NODE": "3"}, "--nproc-per-node=3 --standalone SCRIPT --lr 'a b'"),
+        ((), {"MASTER_PORT": "1"}, "--nproc-per-node=4 --master-port=1 SCRIPT"),
         (
             (),
             {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
@@ -346,6 +347,7 @@ class TestGoingOn:
     def test_what_a_start_needs_is_dropped_where_a_run_goes_on(self) -> None:
         """Otherwise each slice would silently reset its optimizer."""
         start = ("--load", "other", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "7")
+        start += ("--override-ckpt-iteration", "2", "--load-main-params-from-ckpt")
         first = self.asked(*start)
         assert values(first, "--load") == ["other"] and values(first, "--finetune") == [""]
         later = resumed(first)
@@ -355,7 +357,10 @@ class TestGoingOn:
 
     def test_another_run_that_has_ended_there_is_not_taken_for_this_one(self, tmp_path: Path) -> None:
         words = ("--output", str(tmp_path), "--train-iters", "9", "--recipe")
+        progress.mark_ended(evaluates := self.asked(*words, "sce", "--skip-train"))
+        assert not progress.has_ended(self.asked(*words, "sce")), "nothing was trained"
         progress.mark_ended(self.asked(*words, "sce"))
+        assert not progress.has_ended(evaluates)
         assert progress.has_ended(self.asked(*words, "sce", "--log-interval", "3", "--simreg-log-interval", "3"))
         assert progress.has_ended(self.asked(f"--output={tmp_path}", "--train-iters=9", *words[4:], "sce"))
         for other, sentence in (
