@@ -48,7 +48,8 @@ class _Refusing(argparse.ArgumentParser):
             return super()._get_value(action, word)
         except KeyError:  # of an enumeration of Megatron's
             names = ", ".join(each.name for each in action.choices or ())
-            raise LaunchError(f"{action.option_strings[0]} takes {names}, not {word!r}") from None
+            known = f": choose from {names}" if names else ""
+            raise LaunchError(f"{action.option_strings[0]} does not take {word!r}{known}") from None
 
 
 def _is_own(flag: Flag) -> bool:
@@ -188,12 +189,14 @@ def _ask(args: argparse.Namespace, world_size: int) -> Answer:
     disabled, validated = logging.root.manager.disable, None
     logging.disable(logging.CRITICAL)
     try:
-        with silence():
+        with silence() as said:
             arguments.validate_args(args, {})
             validated = args
             args.apply_rope_fusion = False  # this machine may lack kernels that the run has
             if build := getattr(arguments, "core_transformer_config_from_args", None):  # not in every release
                 build(args)
+    except SystemExit:  # after a word on a flag of the past
+        return Answer(said.getvalue().strip().rpartition("\n")[2], None)
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         says = " ".join(str(error).split()) or f"{place.line} ({Path(place.filename).name}, line {place.lineno})"
@@ -233,12 +236,12 @@ def _megatrons_parser(*, trains: bool) -> _Refusing | None:
 
 
 @contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Drop Megatron's warnings about kernels that a machine for planning does not have."""
+def silence() -> Iterator[io.StringIO]:
+    """Keep back Megatron's warnings about kernels that a machine for planning does not have."""
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        yield quiet
 
 
 def main(words: Sequence[str]) -> int:

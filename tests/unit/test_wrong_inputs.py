@@ -285,7 +285,7 @@ def test_commands(command: str, sentence: str, ask: Ask, place: Path, monkeypatc
 
 
 def _plain(line: str) -> str:
-    """Releases of click differ in quotes, colons and capitals."""
+    """Releases of Python differ in quotes and capitals."""
     return line.translate({ord("'"): None, ord(":"): None}).lower()
 
 
@@ -293,10 +293,10 @@ TOGETHER = """
 --bf16 --fp16 | Megatron refuses these flags together: assert not args.bf16
 --context-parallel-size 2 --seq-length 255 | Megatron refuses these flags together: seq-length should be a multiple of
 --pipeline-model-parallel-size 2 --num-layers 3 | Megatron refuses these flags together: Number of layers should be
---tensor-model-parallel-size 2 --num-attention-heads 3 | Megatron refuses these flags together: num_attention_heads (3)
+--checkpoint-activations | Megatron refuses these flags together: --checkpoint-activations is no longer valid, use --rec
 --expert-model-parallel-size 2 | Megatron refuses these flags together: num_experts must be non None
 --expert-model-parallel-size 2 --num-experts 3 | Megatron refuses these flags together: Number of experts should be a
---attention-backend flashh | --attention-backend takes flash, fused, unfused, local, auto, not 'flashh'
+--attention-backend flashh | --attention-backend does not take 'flashh': choose from flash, fused, unfused, local,
 --log-interval 3 5 | '5' belongs to no flag: leave it out
 --help-me | Megatron has no flag --help-me: did you mean --help?
 --simreg-lambda 1 --simreg-log-interval 15 | --simreg-log-interval 15 must be a multiple of --log-interval 10
