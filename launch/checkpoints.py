@@ -103,11 +103,18 @@ def newest_whole(folder: Path) -> int | None:
         checkpoint = path_of(folder, number)
         if number == known and not is_torn(checkpoint):
             return number
-        # In the older format a rank may have yet to begin its file: there the tracker decides.
-        legacy_unknown = known is not None and number > known and not (checkpoint / "metadata.json").is_file()
-        if is_whole(checkpoint) and not legacy_unknown:
+        # In the older format a rank may have yet to begin its file: there the tracker decides. With --verify-integrity
+        # the sums of all files come last.
+        is_later = known is not None and number > known
+        legacy_unknown = is_later and not (checkpoint / "metadata.json").is_file()
+        unsummed = is_later and _has_sums(path_of(folder, known or 0)) and not _has_sums(checkpoint)
+        if is_whole(checkpoint) and not (legacy_unknown or unsummed):
             return number
     return None
+
+
+def _has_sums(checkpoint: Path) -> bool:
+    return is_there(checkpoint / "integrity.json")
 
 
 def size(folder: Path) -> int:
@@ -146,6 +153,8 @@ def repair(folder: Path) -> list[str]:
         found = "was missing or damaged" if known is None else f"named {known}"
         done.append(f"{folder / TRACKER} {found}: it names {newest}, the newest complete checkpoint")
     elif newest is None and (folder / TRACKER).is_file() and _is_no_release(folder):
+        if iterations(folder):  # FSDP's formats do not show which are complete
+            raise LaunchError(f"{folder / TRACKER} is damaged: write the number of the newest complete one into it")
         (folder / TRACKER).unlink(missing_ok=True)
         done.append(f"{folder / TRACKER} named a checkpoint, but none is complete: the run starts from scratch")
     return done

@@ -27,7 +27,7 @@ from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.machine import Machine, look_at_machine
 from launch.options import TINY, make_parser
 from launch.plan import BUILTIN_CORPUS, build_plan
-from launch.planned import Plan, resumed
+from launch.planned import OF_A_START, Plan, resumed
 from simreg_megatron.tools.indexed import DataError, is_pair
 
 
@@ -123,7 +123,14 @@ def check_text(plan: Plan, *, may_miss: bool) -> list[str]:
 
 def continued(plan: Plan) -> tuple[Plan, int | None]:
     """Return the plan as it continues from its newest complete checkpoint, and the iteration; None without one."""
-    newest = checkpoints.newest_whole(plan.save or Path())
+    save, load = plan.save or Path(), flag_value(plan.flags, "--load")
+    newest = checkpoints.newest_whole(save)
+    again = sorted(flag_names(plan.flags) & OF_A_START - {"--load"})
+    if newest is not None and load and again and Path(load).resolve() == save.resolve():
+        raise LaunchError(
+            f"--auto-resume continues from iteration {newest} in {save}, without {again[0]}: delete the checkpoints "
+            "that you do not want, or give another --output"
+        )
     return (plan if newest is None else resumed(plan)), newest
 
 

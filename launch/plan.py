@@ -51,7 +51,7 @@ def build_plan(
     Raises:
         LaunchError: the run cannot start as asked.
     """
-    asked = group_flags(user_words)
+    asked = group_flags(re.sub("^--persistent-save-interval", "--save-interval", word) for word in user_words)
     _refuse_contradictions(options, asked)
     user = [*without(group_flags(RECIPES.get(options.recipe, ())), flag_names(asked)), *asked]
     model, large = options.model, options.model != TINY
@@ -114,6 +114,10 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
     has_no_folder = model == TINY and not options.output and "--save" not in names
     refuse(
         (has_no_folder and (resumes or asked), f"{_RESUMABLE if resumes else interval} {_OWN_FOLDERS}"),
+        (
+            resumes and "--non-persistent-save-interval" in names,
+            f"{_RESUMABLE} does so from --save: leave --non-persistent-save-interval out",
+        ),
         (
             interval not in names and (resumes or flag_value(flags, "--save")),
             f"{_RESUMABLE if resumes else '--save'} needs {interval} N: nothing would be saved to resume from",

@@ -10,7 +10,7 @@ from launch.flags import Flag, flag_names, flag_value, flatten, without
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
-_OF_A_START = {  # where a run's first weights come from; each resume would begin there again
+OF_A_START = {  # where a run's first weights come from; each resume would begin there again
     "--load", "--ckpt-step", "--finetune", "--no-load-optim", "--no-load-rng", "--pretrained-checkpoint",
     "--override-ckpt-iteration", "--load-main-params-from-ckpt", "--moe-use-upcycling",
 }  # fmt: skip
@@ -55,5 +55,6 @@ class Plan:
 
 def resumed(plan: Plan) -> Plan:
     """Return the plan of a run that resumes from its own checkpoints, and never from step 0."""
-    flags = without(plan.flags, {*_OF_A_START, _OR_NOT_AT_ALL})
+    flags = without(plan.flags, {*OF_A_START, _OR_NOT_AT_ALL})
+    flags += [(f"--no-load-{part}",) for part in ("optim", "rng") if f"--no-save-{part}" in flag_names(plan.flags)]
     return replace(plan, flags=(*flags, ("--load", str(plan.save or "")), (_OR_NOT_AT_ALL,)))

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from launch.flags import LaunchError, flag_name, flag_names, flag_value
+from launch import checkpoints
+from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value
 from launch.planned import Plan
 
 ENDED = "ended.json"
@@ -36,6 +38,9 @@ def has_ended(plan: Plan) -> bool:
         ended = json.loads((plan.output / ENDED).read_text())
         is_as_long, before = ended["length"] == length(plan), dict(ended.get("flags", now))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or damaged
+        return False
+    newest = checkpoints.newest_whole(plan.save or Path())
+    if newest is not None and newest < flag_number(plan.flags, "--train-iters", 0):  # its end was deleted
         return False
     for name in sorted(before.keys() | now.keys()) if is_as_long else ():
         if before.get(name) != now.get(name):

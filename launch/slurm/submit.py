@@ -186,7 +186,7 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
-    output = plan.output.absolute()
+    output, names = plan.output.absolute(), flag_names(plan.flags)
     refuse(
         (
             not 0.5 <= options.reserve < math.inf,
@@ -200,10 +200,11 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
             progress.has_ended(plan),
             f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
         ),
-        ("--skip-train" in flag_names(plan.flags), "--skip-train trains nothing for a chain to resume: leave it out"),
+        ("--skip-train" in names, "--skip-train trains nothing for a chain to resume: leave it out"),
+        ("--save-retain-interval" in names, "--keep N deletes what --save-retain-interval keeps: leave it out"),
         (checkpoints.is_there(plan.output / STOP), f"{plan.output / STOP} stops every slice: remove it first"),
         (
-            "--exit-duration-in-mins" in flag_names(plan.flags),
+            "--exit-duration-in-mins" in names,
             "the job sets --exit-duration-in-mins: leave it out, and give --time and --reserve before the script",
         ),
     )

@@ -113,6 +113,17 @@ def test_an_unknown_format_is_accepted_if_megatron_names_it(tmp_path: Path) -> N
     make(tmp_path, 20, config=None)
     track(tmp_path, "10")
     assert newest_whole(tmp_path) == 10
+    track(tmp_path, "")
+    with pytest.raises(LaunchError, match="is damaged: write the number of the newest complete"):
+        repair(tmp_path)
+
+
+def test_sums_come_last(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        make(tmp_path, iteration)
+    track(tmp_path, "10")
+    (path_of(tmp_path, 10) / "integrity.json").touch()
+    assert newest_whole(tmp_path) == 10 and repair(tmp_path) == []
 
 
 def test_a_legacy_checkpoint_beyond_the_tracker_may_lack_ranks(tmp_path: Path) -> None:

@@ -347,13 +347,13 @@ class TestGoingOn:
     def test_what_a_start_needs_is_dropped_where_a_run_goes_on(self) -> None:
         """Otherwise each slice would silently reset its optimizer."""
         start = ("--load", "other", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "7")
-        start += ("--override-ckpt-iteration", "2", "--load-main-params-from-ckpt")
+        start += ("--override-ckpt-iteration", "2", "--load-main-params-from-ckpt", "--no-save-rng")
         first = self.asked(*start)
         assert values(first, "--load") == ["other"] and values(first, "--finetune") == [""]
         later = resumed(first)
         assert values(later, "--load") == ["out/checkpoints"]
         left = {flag_name(flag) for flag in later.flags} & {flag_name((word,)) for word in start if word[:2] == "--"}
-        assert left == {"--load"}
+        assert left == {"--load", "--no-load-rng", "--no-save-rng"}, "what is not saved is not loaded"
 
     def test_another_run_that_has_ended_there_is_not_taken_for_this_one(self, tmp_path: Path) -> None:
         words = ("--output", str(tmp_path), "--train-iters", "9", "--recipe")
@@ -386,11 +386,14 @@ class TestGoingOn:
                 ("# resumes   from iteration 5" in printed) == is_there == (f"--load {tmp_path}/checkpoints" in printed)
             )
             assert "would do nothing" not in printed
+            progress.mark_ended(made)  # and then go back to iteration 5
             checkpoint = tmp_path / "checkpoints" / "iter_0000005"
             checkpoint.mkdir(parents=True, exist_ok=True)
             for name in ("metadata.json", ".metadata"):
                 (checkpoint / name).write_text("{}")
-        progress.mark_ended(made)
+        (tmp_path / "checkpoints" / "iter_0000005").rename(tmp_path / "checkpoints" / "iter_0000009")
+        with pytest.raises(LaunchError, match=r"continues from iteration 9 in .*, without --finetune: delete"):
+            launcher.continued(replace(made, flags=(*made.flags, ("--load", str(made.save)), ("--finetune",))))
         gone = ("--load", str(tmp_path / "gone"))  # where the run began, and what it does not read again
         launcher._preview(replace(made, flags=(*made.flags, gone)), options, CPU)
         assert "the run itself would do nothing: 9 iterations are done" in capsys.readouterr().out

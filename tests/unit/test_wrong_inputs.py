@@ -205,6 +205,7 @@ VALUES = """
 --train-iters 0 | --train-iters takes a positive whole number, not '0'
 --eval-interval 0 | --eval-interval takes a positive whole number, not '0'
 --save here | --save needs --save-interval N
+--output o --auto-resume --persistent-save-interval 5 --non-persistent-save-interval 2 | a run that can resume (--auto
 --step-batch-size-schedule 0:4 | --step-batch-size-schedule excludes the preset's --global-batch-size: leave it out, or
 --lr-warmup-iters 400 | --lr-warmup-iters 400 leaves none of 400 iterations for the decay
 --model 13b | argument --model: invalid choice: '13b' (choose from
@@ -245,6 +246,7 @@ submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is 
 submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launch/pretrain_llama.sh
 submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --exit-duration-in-mins 5 | error: the job
 submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --skip-train | error: --skip-train trains
+submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --save-retain-interval 5 | error: --keep N
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
 simreg-megatron prepare | invalid choice: 'prepare'
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | argument --tokens: takes a positive number
