@@ -81,13 +81,13 @@ def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
 def _compared(form: Form, shape: Shape, device: torch.device) -> Iterator[tuple[str, list[float], tuple[float, float]]]:
     """Yield how, the relative errors of terms and gradient, and their bounds.
 
-    All rows of the shape are computed, and the first two sequences compared; then one chunk with three documents, as
+    All rows of the shape are computed, and the first two sequences compared; then one chunk with two documents, as
     two ranks compute it that share it, which takes other ways through the pairs.
     """
     whole = sample(shape, device)
     rows, labels, usable = (part[:, :1, :_FEW] for part in whole[:3])
     last = rows.shape[2]
-    chunk = Tokens(rows, labels, usable, (torch.arange(last, device=device) * 3 // last).expand_as(labels))
+    chunk = Tokens(rows, labels, usable, (torch.arange(last, device=device) * 2 // last).expand_as(labels))
     parts = [(0, max(1, last // 3)), (max(1, last // 3), last)]
     for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
         lost = error_of_sums(shape.dtype, shape.width, tau)
