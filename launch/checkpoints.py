@@ -24,6 +24,7 @@ from launch.flags import LaunchError
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _DELETED = ".deleting"
+_SUMS = "integrity.json"  # of all files, which --verify-integrity writes last
 
 
 def iterations(folder: Path) -> list[int]:
@@ -99,22 +100,18 @@ def _has_contents(path: Path) -> bool:
 def newest_whole(folder: Path) -> int | None:
     """Return the iteration of the newest complete checkpoint in `folder`."""
     known = tracked(folder)
+    has_sums = known is not None and is_there(path_of(folder, known) / _SUMS)
     for number in reversed(iterations(folder)):
         checkpoint = path_of(folder, number)
         if number == known and not is_torn(checkpoint):
             return number
-        # In the older format a rank may have yet to begin its file: there the tracker decides. With --verify-integrity
-        # the sums of all files come last.
+        # In the older format a rank may have yet to begin its file: there the tracker decides.
         is_later = known is not None and number > known
         legacy_unknown = is_later and not (checkpoint / "metadata.json").is_file()
-        unsummed = is_later and _has_sums(path_of(folder, known or 0)) and not _has_sums(checkpoint)
-        if is_whole(checkpoint) and not (legacy_unknown or unsummed):
+        lacks_sums = is_later and has_sums and not is_there(checkpoint / _SUMS)
+        if is_whole(checkpoint) and not (legacy_unknown or lacks_sums):
             return number
     return None
-
-
-def _has_sums(checkpoint: Path) -> bool:
-    return is_there(checkpoint / "integrity.json")
 
 
 def size(folder: Path) -> int:

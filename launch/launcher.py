@@ -125,10 +125,10 @@ def continued(plan: Plan) -> tuple[Plan, int | None]:
     """Return the plan as it continues from its newest complete checkpoint, and the iteration; None without one."""
     save, load = plan.save or Path(), flag_value(plan.flags, "--load")
     newest = checkpoints.newest_whole(save)
-    again = sorted(flag_names(plan.flags) & OF_A_START - {"--load"})
-    if newest is not None and load and again and Path(load).resolve() == save.resolve():
+    dropped = sorted(flag_names(plan.flags) & OF_A_START - {"--load"})
+    if newest is not None and load and dropped and Path(load).resolve() == save.resolve():
         raise LaunchError(
-            f"--auto-resume continues from iteration {newest} in {save}, without {again[0]}: delete the checkpoints "
+            f"--auto-resume continues from iteration {newest} in {save}, without {dropped[0]}: delete the checkpoints "
             "that you do not want, or give another --output"
         )
     return (plan if newest is None else resumed(plan)), newest

@@ -40,7 +40,7 @@ def has_ended(plan: Plan) -> bool:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or damaged
         return False
     newest = checkpoints.newest_whole(plan.save or Path())
-    if newest is not None and newest < flag_number(plan.flags, "--train-iters", 0):  # its end was deleted
+    if newest is not None and newest < flag_number(plan.flags, "--train-iters", 0):  # the last ones were deleted
         return False
     for name in sorted(before.keys() | now.keys()) if is_as_long else ():
         if before.get(name) != now.get(name):

@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the forward finds of the anchors."""
+    """Results of the forward for the anchors."""
 
     terms: Tensor  # log(1 + S_neg / S_pos) [b, c, p]; 0 where there are no negatives, or the token is not usable
     slopes: Tensor  # (a, b) of `contrast` for a gradient of 1, [2, b, c, p]: times the gradient they are the pull
@@ -62,7 +62,7 @@ class Form(ABC):
             rectangles: and pairs of a token in the first span with one in the second, which share no token.
 
         Returns:
-            What is kept, and float64 sums over positives and over negatives [2, b, c, k]: each pair is added to both of
+            `Kept`, and float64 sums over positives and over negatives [2, b, c, k]: each pair is added to both of
             its tokens.
         """
 
