@@ -72,6 +72,8 @@ BEYOND_THE_PAPER = (
     Claimed("... and where the search went on beyond its first edge", "ours", "confirmed", (0, 1)),
     Claimed("... and at width 64, by the rule and with lambda 1", "ours", "confirmed64", (0, 1)),
     Claimed("... and there where that search went on beyond its edges", "ours", "settled64", (0, 1)),
+    Claimed("states become less alike at equal learning rates", "ours", "geometry", (0, 1)),
+    Claimed("... and their isotropy rises", "ours", "geometry", (2, 3)),
     Claimed("states of rare labels become longer or shorter", "ours", "histogram", (2,)),
     Claimed("lambda 1 ends lower than lambda 10 (the authors' rule asks for 2.5)", "ours", "sweep", (1,)),
     Claimed("SimReg is needed after the first half of the training", "ours", "schedule", (0,)),
