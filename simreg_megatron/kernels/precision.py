@@ -22,39 +22,22 @@ def full_float32() -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    with _without_rounding(), _without_half_sums():
-        yield
-
-
-@contextlib.contextmanager
-def _without_half_sums() -> Iterator[None]:
-    """Disallow float16 accumulation (torch 2.7 and newer), with which torch refuses a float16 product into float32."""
-    settings = torch.backends.cuda.matmul
-    if not getattr(settings, "allow_fp16_accumulation", False):
-        yield
-        return
-    settings.allow_fp16_accumulation = False
+    settings, allowed_by = torch.backends.cuda.matmul, _allows_rounding()
+    exact: dict[str, Any] = {}
+    if allowed_by is not None:
+        exact[allowed_by] = {"allow_tf32": False, "fp32_precision": "ieee"}[allowed_by]
+    if getattr(settings, "allow_fp16_accumulation", False):  # torch refuses a float16 product into float32 with it
+        exact["allow_fp16_accumulation"] = False
+    before = {name: getattr(settings, name) for name in exact}
+    # allow_tf32 reports the same for two of the three values of this one.
+    coarse = torch.get_float32_matmul_precision() if allowed_by == "allow_tf32" else None
+    for name, value in exact.items():
+        setattr(settings, name, value)
     try:
         yield
     finally:
-        settings.allow_fp16_accumulation = True
-
-
-@contextlib.contextmanager
-def _without_rounding() -> Iterator[None]:
-    """Without TensorFloat-32."""
-    if (allowed_by := _allows_rounding()) is None:
-        yield
-        return
-    settings, coarse = torch.backends.cuda.matmul, None
-    before, exact = getattr(settings, allowed_by), {"allow_tf32": False, "fp32_precision": "ieee"}[allowed_by]
-    if allowed_by == "allow_tf32":  # which reports the same, but for one of its three values
-        coarse = torch.get_float32_matmul_precision()
-    setattr(settings, allowed_by, exact)
-    try:
-        yield
-    finally:
-        setattr(settings, allowed_by, before)
+        for name, value in before.items():
+            setattr(settings, name, value)
         if coarse == "medium":
             torch.set_float32_matmul_precision(coarse)
 

@@ -164,11 +164,6 @@ class _Chunks:
         found = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
         return found.mul_(self._exponentials(tile, buffer) if tile.kept is None else tile.kept)
 
-    def project(self, of_factor: Tensor, span: Span, factor: Tensor) -> None:
-        """Turn g into the gradient of the rows [m, r, d], in place; 0 for rows that are not usable."""
-        radial = (of_factor * factor).sum(dim=-1, keepdim=True)
-        of_factor.addcmul_(radial, factor, value=-self.c).mul_(self.scale[:, slice(*span), None] * self.c)
-
     def _exponentials(self, tile: Tile, into: Tensor) -> Tensor:
         """P_ij [m, r, s], 0 for pairs that do not meet and for a token with itself.
 
@@ -215,15 +210,6 @@ def pair_sums(given: Given, plan: Plan, steps: Sequence[Step], mirrored: Span, k
     return sums
 
 
-def part_sums(given: Given, anchors: Span, rectangles: Sequence[tuple[Span, Span]]) -> Tensor:
-    """See `Form.measure_part`."""
-    plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
-    own = cut(anchors, plan.side)
-    steps: list[Step] = [(one, own[number:]) for number, one in enumerate(own)]
-    steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
-    return pair_sums(given, plan, steps, (0, given.rows.shape[2]), given.scale.new_empty(0))
-
-
 def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, region: Span, grad: Tensor) -> None:
     """Write the gradient of the anchors in a region into `grad` [b, c, p, d]."""
     is_in_place = grad.dtype == chunks.scale.dtype and (grad.is_contiguous() or 1 in grad.shape[:2])
@@ -243,8 +229,10 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
             at(tile.other).baddbmm_(weights.mT, tile.left)
     left = tile.left
     del tile  # and its memory
-    for one, _ in steps:
-        chunks.project(at(one), one, left if is_one_tile else chunks.factor(one))
+    for one, _ in steps:  # from g to the gradient; 0 for rows that are not usable
+        found, factor = at(one), left if is_one_tile else chunks.factor(one)
+        radial = (found * factor).sum(dim=-1, keepdim=True)
+        found.addcmul_(radial, factor, value=-chunks.c).mul_(chunks.scale[:, slice(*one), None] * chunks.c)
     if not is_in_place:
         grad.copy_(of_factor.view_as(grad))
 
@@ -265,9 +253,12 @@ class TorchForm(Form):
         self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
     ) -> tuple[Kept, Tensor]:
         given = _prepared(tokens, temperature)
+        plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
+        own, part = cut(anchors, plan.side), Kept(given.documents, given.names, given.scale, given.scale.new_empty(0))
+        steps: list[Step] = [(one, own[number:]) for number, one in enumerate(own)]
+        steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
         with full_float32():
-            sums = part_sums(given, anchors, rectangles)
-        return Kept(given.documents, given.names, given.scale, given.scale.new_empty(0)), sums
+            return part, pair_sums(given, plan, steps, (0, given.rows.shape[2]), part.pairs)
 
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         names, scale = part.names[..., slice(*anchors)], part.scale[..., slice(*anchors)]

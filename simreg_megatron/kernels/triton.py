@@ -2,18 +2,19 @@
 # mypy: disable-error-code="no-untyped-def"
 """SimReg in Triton, for bfloat16 and float32 rows: three kernels compute the pairs, and two small ones the tokens.
 
-    _pairs     P_ij = exp((cos_ij - 1) / tau), its sums over rows and columns, and P itself where it is kept
+    _pairs     P_ij = exp((cos_ij - 1) / tau), its sums over rows and columns, and P itself where it is kept; or W and r
     _weights   W_ij = H_ij / (|e_i| |e_j|), written over P, and r_i = sum_j W_ij <e_i, e_j> / |e_i|^2
     _product   dL/de_i = sum_j W_ij e_j - r_i e_i
 
-H is that of `contrast`. r_i projects the gradient onto the tangent of the sphere at e_i: cos_ij comes back from P_ij,
-so r is known before the product, whose epilogue applies it. A square of pairs is symmetric: only tiles on and above its
-diagonal are computed, and stored on both sides. P and W are bfloat16 for bfloat16 rows. Sums of tiles are stored one by
-one and added in a fixed order: the same bits every time.
+H is that of `contrast`. r_i projects the gradient onto the tangent of the sphere at e_i and is known before the
+product, whose epilogue applies it. A square of pairs is symmetric: the forward computes only tiles on and above its
+diagonal, and stores them on both sides. P and W are bfloat16 for bfloat16 rows. Sums of tiles are stored one by one and
+added in a fixed order: the same bits every time.
 
-Chunks of up to LONGEST_KEPT tokens keep P for the backward. In longer ones the backward computes P again, PANEL rows at
-a time. Either way it takes at most 16 KiB a token in bfloat16, a twelfth of the logits of 32,000 tokens in bfloat16 and
-float32, which Megatron holds at the same time.
+Chunks of up to LONGEST_KEPT tokens keep P for the backward, whose `_weights` finds cos_ij from it. In longer ones the
+backward computes the pairs again, PANEL rows at a time, and `_pairs` goes on to W at once. Either way it takes at most
+16 KiB a token in bfloat16, a twelfth of the logits of 32,000 tokens in bfloat16 and float32, which Megatron holds at
+the same time.
 
 A row that is not usable has weight 0 in every product, so it must be finite where Megatron's own loss is to be finite.
 
@@ -41,12 +42,13 @@ LONGEST_KEPT = 8192
 PANEL = 8192  # half as many leave half of a GPU idle in the product at width 512
 PAIRS = {
     "bf16, sm_90": {"SIDE": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+    "bf16, sm_90, backward": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 4},
     "bf16": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
     "fp32": {"SIDE": 64, "BK": 32, "PER_SM": 4, "num_warps": 4, "num_stages": 3},
 }
 """Tile of `_pairs`: SIDE x SIDE pairs, BK features at a time, PER_SM programs on a multiprocessor.
 
-Those of sm_90 were chosen by measurement."""
+Those of sm_90 were chosen by measurement; four warps have too few registers for the backward."""
 PRODUCT = {
     "bf16, sm_90": {"BM": 128, "BN": 256, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
     "bf16": {"BM": 128, "BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
@@ -88,10 +90,17 @@ def _column_of(tile, guess):
 
 
 @triton.jit
+def _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j):
+    """W from P."""
+    found = tl.where(same, -(b_i[:, None] + b_j[None, :]), a_i[:, None] + a_j[None, :]) * exponentials
+    return found * scale_i[:, None] * scale_j[None, :]
+
+
+@triton.jit
 def _pairs(
     rows, chunks, stride_b, stride_c, stride_k, num_chunks, length, width, names, scale, documents,
-    first_i, last_i, first_j, last_j, to_exponent, of_rows, of_columns, pairs, pitch,
-    UPPER: tl.constexpr, SUMS: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    first_i, last_i, first_j, last_j, to_exponent, pull, of_rows, of_columns, pairs, pitch,
+    UPPER: tl.constexpr, BACKWARD: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, SMS: tl.constexpr, PER_SM: tl.constexpr, SIDE: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
@@ -99,6 +108,7 @@ def _pairs(
     R] and of_columns [2, m, tiles of rows, C].
 
     UPPER: the rectangle is a square, of_rows and of_columns are the same, and each tile also fills its mirror image.
+    BACKWARD: W to pairs instead, and r to of_rows [m, tiles of columns, R].
     """
     tiles_i, tiles_j = tl.cdiv(last_i - first_i, SIDE), tl.cdiv(last_j - first_j, SIDE)
     height, breadth = last_i - first_i, last_j - first_j
@@ -138,8 +148,17 @@ def _pairs(
             meet = meet & (name_i >= 0)[:, None] & (name_j >= 0)[None, :]
         exponentials = tl.exp2((products * scale_i[:, None] * scale_j[None, :] - 1.0) * to_exponent)
         exponentials = tl.where(meet, exponentials, 0.0)
-        if SUMS:
-            positive = tl.where(name_i[:, None] == name_j[None, :], exponentials, 0.0)
+        same = name_i[:, None] == name_j[None, :]
+        if BACKWARD:
+            other = num_chunks * length  # from a to b
+            a_i, a_j = tl.load(pull + at_i, in_i, 0.0), tl.load(pull + at_j, in_j, 0.0)
+            b_i, b_j = tl.load(pull + other + at_i, in_i, 0.0), tl.load(pull + other + at_j, in_j, 0.0)
+            kept = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
+            along = tl.sum(kept.to(tl.float32) * products, axis=1) * scale_i * scale_i
+            tl.store(of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i, along, in_i)
+        else:
+            kept = exponentials.to(pairs.dtype.element_ty)
+            positive = tl.where(same, exponentials, 0.0)
             negative = exponentials - positive  # exact: one of the two is 0
             kind = height.to(tl.int64) * num_chunks * tiles_j
             to = of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i
@@ -152,7 +171,6 @@ def _pairs(
             tl.store(to, tl.sum(positive, axis=0), in_j)
             tl.store(to + kind, tl.sum(negative, axis=0), in_j)
         if KEEP:
-            kept = exponentials.to(pairs.dtype.element_ty)
             to = pairs + chunk.to(tl.int64) * height * pitch
             tl.store(to + i[:, None].to(tl.int64) * pitch + j[None, :], kept, in_i[:, None] & (j < breadth)[None, :])
             if UPPER:
@@ -194,29 +212,27 @@ def _log2(x, IS_FAST: tl.constexpr):
 
 @triton.jit
 def _weights(
-    pairs, pitch, num_chunks, length, names, scale, pull, first_i, last_i, first_j, last_j, to_cosine, radial,
+    pairs, pitch, num_chunks, length, names, scale, pull, first, height, to_cosine, radial,
     IS_FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """W over P, in some rows of pairs [m, R, pitch], and r [m, R]."""
-    height, breadth = last_i - first_i, last_j - first_j
+    """W over P, in pairs [m, R, pitch], and r [m, R]."""
     blocks = tl.cdiv(height, ROWS)
     chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    in_i, at_i = i < height, chunk * length + first_i + i
+    in_i, at_i = i < height, chunk * length + first + i
     other = num_chunks * length  # from a to b
     scale_i, name_i = tl.load(scale + at_i, in_i, 0.0), tl.load(names + at_i, in_i, -1)
     a_i, b_i = tl.load(pull + at_i, in_i, 0.0), tl.load(pull + other + at_i, in_i, 0.0)
     place = pairs + chunk.to(tl.int64) * height * pitch + i[:, None].to(tl.int64) * pitch
     along = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, breadth, COLUMNS):
+    for start in range(0, length, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        in_j, at_j = j < breadth, chunk * length + first_j + j
+        in_j, at_j = j < length, chunk * length + j
         scale_j, name_j = tl.load(scale + at_j, in_j, 1.0), tl.load(names + at_j, in_j, -1)
         a_j, b_j = tl.load(pull + at_j, in_j, 0.0), tl.load(pull + other + at_j, in_j, 0.0)
         inside = in_i[:, None] & in_j[None, :]
         exponentials = tl.load(place + j[None, :], inside, 0.0).to(tl.float32)
         same = name_i[:, None] == name_j[None, :]
-        found = tl.where(same, -(b_i[:, None] + b_j[None, :]), a_i[:, None] + a_j[None, :]) * exponentials
-        weights = (found * scale_i[:, None] * scale_j[None, :]).to(pairs.dtype.element_ty)
+        weights = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
         tl.store(place + j[None, :], weights, inside)
         cosines = 1.0 + to_cosine * _log2(tl.maximum(exponentials, 1e-37), IS_FAST)
         along += tl.sum(weights.to(tl.float32) * cosines / scale_j[None, :], axis=1)
@@ -333,17 +349,19 @@ class TritonForm(Form):
         panels = [anchors] if is_kept else cut(anchors, PANEL)
         room = kept.pairs if is_kept else _room_for_pairs(rows, panels[0][1] - panels[0][0])
         pitch, constants, tile = room.shape[2], _constants(rows), PRODUCT[_kind(rows)]
-        radial = kept.scale.new_empty(num_chunks, room.shape[1])
         for start, end in panels:
             height = end - start
             own = room.view(-1)[: num_chunks * height * pitch].view(num_chunks, height, pitch)
-            if not is_kept:
-                _run_pairs(rows, kept, (start, end), (0, length), temperature, own, with_sums=False)
-            run(
-                _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
-                own, pitch, num_chunks, length, kept.names, kept.scale, pull, start, end, 0, length,
-                math.log(2) * temperature, radial, IS_FAST=not INTERPRETS and torch.version.hip is None, **WEIGHTS,
-            )  # fmt: skip
+            if is_kept:
+                radial = kept.scale.new_empty(num_chunks, height)
+                run(
+                    _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
+                    own, pitch, num_chunks, length, kept.names, kept.scale, pull, start, height,
+                    math.log(2) * temperature, radial, IS_FAST=not INTERPRETS and torch.version.hip is None, **WEIGHTS,
+                )  # fmt: skip
+            else:
+                of_tiles, _ = _run_pairs(rows, kept, (start, end), (0, length), temperature, own, pull)
+                radial = of_tiles.sum(dim=2)
             into = grad[:, :, start - anchors[0] : end - anchors[0]]
             tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
             run(
@@ -410,23 +428,27 @@ def _part_sums(
 
 
 def _run_pairs(
-    rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, *, with_sums: bool = True
+    rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, pull: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums of tiles, over rows [2, b, c, tiles, R] and over columns [2, b, c, tiles, C]."""
-    tile, constants, scale, documents = PAIRS[_kind(rows)], _constants(rows), part.scale, part.documents
+    """Sums of tiles, over rows [2, b, c, tiles, R] and over columns [2, b, c, tiles, C]; with a pull r, [b, c, tiles,
+    R]."""
+    kind, constants, scale, documents = _kind(rows), _constants(rows), part.scale, part.documents
+    tile = PAIRS[kind] if pull is None else PAIRS.get(f"{kind}, backward", PAIRS[kind])
     num_sequences, num_chunks, length, width = rows.shape
     height, breadth = one[1] - one[0], other[1] - other[0]
     tiles_i, tiles_j = cdiv(height, tile["SIDE"]), cdiv(breadth, tile["SIDE"])
-    tiles = tiles_i * (tiles_i + 1) // 2 if one == other else tiles_i * tiles_j
-    size, keep = (2, num_sequences, num_chunks), pairs.numel() > 0
-    of_rows = scale.new_empty(*size, tiles_j, height) if with_sums else scale
-    of_columns = scale.new_empty(*size, tiles_i, breadth) if with_sums and one != other else of_rows
+    is_square = one == other and pull is None
+    tiles = tiles_i * (tiles_i + 1) // 2 if is_square else tiles_i * tiles_j
+    size = (num_sequences, num_chunks) if pull is not None else (2, num_sequences, num_chunks)
+    of_rows = scale.new_empty(*size, tiles_j, height)
+    of_columns = of_rows if is_square or pull is not None else scale.new_empty(*size, tiles_i, breadth)
     run(
         _pairs, (min(num_sequences * num_chunks * tiles, constants["SMS"] * tile["PER_SM"]),),
         rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width,
         part.names, scale, part.names if documents is None else documents, *one, *other,
-        math.log2(math.e) / temperature, of_rows, of_columns, pairs, pairs.shape[-1],
-        UPPER=one == other, SUMS=with_sums, KEEP=keep, HAS_DOCUMENTS=documents is not None, **constants, **tile,
+        math.log2(math.e) / temperature, scale if pull is None else pull, of_rows, of_columns, pairs, pairs.shape[-1],
+        UPPER=is_square, BACKWARD=pull is not None, KEEP=pairs.numel() > 0, HAS_DOCUMENTS=documents is not None,
+        **constants, **tile,
     )  # fmt: skip
     return of_rows, of_columns
 

@@ -46,12 +46,13 @@ def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
 
 
 def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    for kind in (kind for kind in form.PAIRS if architecture >= 90 or "sm_90" not in kind):
+    for kind in (kind for kind in form.PRODUCT if architecture >= 90 or "sm_90" not in kind):
         of_product = {"PRECISION": "tf32x3" if kind == "fp32" else "ieee", "WIDEN": False, "SMS": 132}
-        for upper, documents, sums, keep in itertools.product((True, False), repeat=4):
-            if (sums or keep) and (sums or not upper):
-                names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "SUMS": sums, "KEEP": keep}
-                yield form._pairs, kind, {**names, **of_product, **form.PAIRS[kind]}
+        for upper, documents, backward, keep in itertools.product((True, False), repeat=4):
+            if not backward or (keep and not upper):
+                names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "BACKWARD": backward, "KEEP": keep}
+                tile = form.PAIRS.get(f"{kind}, backward" if backward else kind, form.PAIRS[kind])
+                yield form._pairs, kind, {**names, **of_product, **tile}
         ones = dict.fromkeys(("chunks", "num_chunks", "length", "height"), 1)  # Triton makes constants of them
         for more in ({}, ones):
             yield form._product, kind, {**of_product, **form.PRODUCT[kind], **more}

@@ -73,7 +73,7 @@ def test_a_log_step_takes_little_memory_next_to_the_states(
         ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
         ((2, 2048, 4096, 1024), 1024 * 2),
         ((1, 8192, 4096, 0), 8192 * 2),
-        pytest.param((1, 131072, 512, 0), 8192, marks=slow),  # 4096 rows at a time
+        pytest.param((1, 131072, 512, 0), 8192 * 2, marks=slow),  # 8192 rows at a time
     ],
     ids=str,
 )
