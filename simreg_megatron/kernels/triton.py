@@ -154,7 +154,7 @@ def _pairs(
             a_i, a_j = tl.load(pull + at_i, in_i, 0.0), tl.load(pull + at_j, in_j, 0.0)
             b_i, b_j = tl.load(pull + other + at_i, in_i, 0.0), tl.load(pull + other + at_j, in_j, 0.0)
             kept = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
-            along = tl.sum(kept.to(tl.float32) * products, axis=1) * scale_i * scale_i
+            along = tl.sum(kept.to(tl.float32) * tl.where(meet, products, 0.0), axis=1) * scale_i * scale_i
             tl.store(of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i, along, in_i)
         else:
             kept = exponentials.to(pairs.dtype.element_ty)
