@@ -161,7 +161,7 @@ def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
     [
         ("a.txt", "naïve".encode("utf-16"), r"a\.txt is not UTF-8 \(invalid start byte\): convert it"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"a\.jsonl is not UTF-8"),
-        ("b.jsonl.gz", gzip.compress(b'{"text": "\xff"}'), r"^\S+/b\.jsonl\.gz is not UTF-8"),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "\xff"}', mtime=0), r"^\S+/b\.jsonl\.gz is not UTF-8"),
         ("a.jsonl", b'{"txt": "a"}\n', r"row 1: expected a text under the key 'text' .--key., got '{\"txt\": \"a\"}'"),
         ("a.jsonl", b'["text"]\n', "row 1: expected a text"),
         ("a.jsonl", b'{"text": "ok"}\n\n{"text": "\\ud800"}\n', "row 3: expected a text .*UnicodeEncodeError"),
