@@ -23,21 +23,24 @@ def full_float32() -> Iterator[None]:
         yield
         return
     settings, allowed_by = torch.backends.cuda.matmul, _allows_rounding()
-    exact: dict[str, Any] = {}
+    on_cpu = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on it has a setting of its own
+    exact: list[tuple[Any, str, Any]] = []
     if allowed_by is not None:
-        exact[allowed_by] = {"allow_tf32": False, "fp32_precision": "ieee"}[allowed_by]
+        exact.append((settings, allowed_by, {"allow_tf32": False, "fp32_precision": "ieee"}[allowed_by]))
+    if getattr(on_cpu, "fp32_precision", "ieee") not in ("ieee", "none"):
+        exact.append((on_cpu, "fp32_precision", "ieee"))
     if getattr(settings, "allow_fp16_accumulation", False):  # torch refuses a float16 product into float32 with it
-        exact["allow_fp16_accumulation"] = False
-    before = {name: getattr(settings, name) for name in exact}
+        exact.append((settings, "allow_fp16_accumulation", False))
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in exact]
     # allow_tf32 reports the same for two of the three values of this one.
     coarse = torch.get_float32_matmul_precision() if allowed_by == "allow_tf32" else None
-    for name, value in exact.items():
-        setattr(settings, name, value)
+    for each in exact:
+        setattr(*each)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(settings, name, value)
+        for each in before:
+            setattr(*each)
         if coarse == "medium":
             torch.set_float32_matmul_precision(coarse)
 

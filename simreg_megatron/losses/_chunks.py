@@ -115,6 +115,7 @@ def checked(
         labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
     check_tokens(embeddings, labels, valid, documents, chunk_size)
     embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
+    documents = None if documents is None else documents.long()  # bytes have no number for tokens left out
     return embeddings, labels, usable_tokens(embeddings, labels, valid), documents
 
 

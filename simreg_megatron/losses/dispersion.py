@@ -97,7 +97,7 @@ def dispersion_value(
     pairs = (there & there.mT & ~torch.eye(there.shape[1], dtype=torch.bool, device=there.device)).flatten(1)
     number = pairs.sum(dim=-1)
     total = log_sum(-_distances(rows, clamp).flatten(1) / tau, pairs)
-    return torch.where(number > 0, total - number.clamp(min=1).log(), 0.0)
+    return torch.where(number > 0, total - number.clamp(min=1).to(total.dtype).log(), 0.0)
 
 
 def _distances(rows: Tensor, clamp: float) -> Tensor:

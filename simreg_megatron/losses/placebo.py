@@ -53,7 +53,8 @@ def permuted_labels(
 
 def random_numbers(number: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
     """Even numbers [number] from 0 to 1, the same for equal seeds and iterations on all devices of one kind."""
-    return torch.rand(number, generator=seeded_generator(f"placebo {seed} {iteration}", device), device=device)
+    generator = seeded_generator(f"placebo {seed} {iteration}", device)
+    return torch.rand(number, generator=generator, device=device, dtype=torch.float32)
 
 
 def seeded_generator(text: str, device: torch.device) -> torch.Generator:

@@ -97,7 +97,7 @@ def random_directions(number: int, width: int, *, seed: int, iteration: int, dev
 @lru_cache(maxsize=2)
 def _drawn(number: int, width: int, seed: int, iteration: int, device: torch.device) -> Tensor:
     generator = seeded_generator(f"{seed} {iteration}", device)
-    return unit_rows(torch.randn(number, width, generator=generator, device=device))
+    return unit_rows(torch.randn(number, width, generator=generator, device=device, dtype=torch.float32))
 
 
 def in_samples(usable: Tensor, numbers: Tensor, num_samples: int) -> Tensor:

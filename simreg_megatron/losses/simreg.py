@@ -78,7 +78,7 @@ def simreg_loss(
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.
-        NaN or infinite embeddings of valid tokens give NaN, as do rows shorter than 3e-39 in all forms but reference.
+        NaN or infinite rows of valid tokens give NaN, as do float32 rows shorter than 3e-39 but by impl "reference".
 
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.quantiles import quantiles_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.every_kth import EveryKth
-from simreg_megatron.sharded.views import View
+from simreg_megatron.sharded.pairs import View
 from simreg_megatron.weights.heads import has_whole_head, margins
 from simreg_megatron.weights.learnable import as_logged
 
@@ -68,10 +68,10 @@ class Metrics:
         hidden_states: Tensor,
         valid: Tensor,
         shard: SequenceShard,
-        learned: Mapping[str, Tensor],
+        learned: Sequence[Mapping[str, Tensor]],
     ) -> list[Tensor]:
         """Add one micro-batch of this rank: terms [B, A] of each objective, views of the primary one, hidden states
-        [S, B, D], valid [B, S], trained scalars. Return the sums of the terms, float64."""
+        [S, B, D], valid [B, S], trained scalars of each. Return the sums of the terms, float64."""
         if self._sums is None:
             self._sums = self._nothing(valid.device)
         self._tensor_group = shard.tensor_group

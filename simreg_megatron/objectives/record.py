@@ -148,6 +148,8 @@ class Objective:
         for name, known in self.options.items():
             if not (isinstance(known, str | int | float) or (isinstance(known, tuple) and known)):
                 raise ValueError(f"its option {name} has {known!r} where words or a default belong")
+        if self.kind is Kind.HEAD and (idle := self.options.keys() - {"prefixes"}):
+            raise ValueError(f"its terms are given losses alone, so its option {min(idle)} would have no effect")
         if self.terms is None or self.kind is not Kind.PAIRS:
             return
         taken = inspect.signature(self.terms).parameters

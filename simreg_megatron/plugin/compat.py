@@ -284,11 +284,6 @@ def data_group(model: Any = None, *, with_context: bool = False) -> Any:
     return _group(model, name, "get_data_parallel_group", with_context_parallel=with_context)
 
 
-def num_data_ranks(model: Any) -> int:
-    """The number of ranks that train on other sequences."""
-    return int(data_group(model).size())
-
-
 def _group(model: Any, name: str, global_name: str, **options: bool) -> Any:
     group = getattr(getattr(model, "pg_collection", None), name, None)
     if group is not None:

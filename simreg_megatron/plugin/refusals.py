@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
@@ -137,13 +138,16 @@ def refuse_settings(args: Any, config: SimRegConfig) -> None:
 def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     """Refuse flags of Megatron under which SimReg would be wrong, or silent."""
     if iterations := getattr(args, "train_iters", None):  # with samples Megatron counts them later
-        config.schedule.end(iterations)  # refuses a training that is too short for it
+        first, end = -(-config.start_iter // config.every) * config.every, config.schedule.end(iterations)
+        if first >= end:
+            raise ValueError(f"--simreg-every {config.every} begins at {first}, and SimReg ends at {end}: lower it")
     refuse_settings(args, config)
     _refuse(_IN_MEGATRONS_LOOP, args, config)
     if fsdp := _flag(args, "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         _refuse_scattered(config, fsdp)
     width, num_sequences = getattr(args, "hidden_size", None), getattr(args, "micro_batch_size", None)
-    refuse_rows(config, width, num_sequences, lambda: args.data_parallel_size, packed=_packs(args))
+    data_group = SimpleNamespace(size=lambda: args.data_parallel_size)
+    refuse_rows(config, width, num_sequences, lambda: data_group, packed=_packs(args))
 
 
 def _refuse_scattered(config: SimRegConfig, by: str) -> None:
@@ -192,19 +196,14 @@ def refuse_start_over(args: Any) -> None:
 
 
 def refuse_rows(
-    config: SimRegConfig,
-    width: int | None,
-    num_sequences: int | None,
-    num_data_ranks: Callable[[], int],
-    *,
-    packed: bool,
+    config: SimRegConfig, width: int | None, num_sequences: int | None, data_group: Callable[[], Any], *, packed: bool
 ) -> None:
     """Refuse objectives that can make nothing of micro-batches like these, of which None is not known yet.
 
     Args:
         width: of the hidden states.
         num_sequences: in a micro-batch.
-        num_data_ranks: called where an objective gathers sequences from them.
+        data_group: returns the group of ranks with other sequences; called where an objective gathers these.
         packed: whether a row may hold several texts.
     """
     for part in config.parts:
@@ -214,7 +213,11 @@ def refuse_rows(
                 f"{width}: give prefixes of at most {width - part.record.prefixes_below_width}"
             )
         gathers = part.options.get("gather") == "yes"
-        if part.by_sequence and num_sequences is not None and num_sequences * (num_data_ranks() if gathers else 1) < 2:
+        if (
+            part.by_sequence
+            and num_sequences is not None
+            and num_sequences * (data_group().size() if gathers else 1) < 2
+        ):
             whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
             raise ValueError(
                 f"SimReg objective {part.objective} compares the sequences {whose}, and the micro-batch size is "

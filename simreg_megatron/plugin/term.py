@@ -23,8 +23,8 @@ from simreg_megatron.plugin.layers import InnerStates
 from simreg_megatron.plugin.refusals import OTHER_LOSS
 from simreg_megatron.plugin.tokens import Reader, Tokens
 from simreg_megatron.sharded.objectives import objective_terms
+from simreg_megatron.sharded.pairs import View
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
-from simreg_megatron.sharded.views import View
 from simreg_megatron.weights.heads import head_terms
 from simreg_megatron.weights.learnable import learned_scalars
 from simreg_megatron.weights.strength import Strength
@@ -62,7 +62,7 @@ class Regularizer:
         self.metrics = Metrics(config)
         self.strength = Strength(config)
         self.has_met_model = False  # a model's loss has come by
-        self._is_sent, self._is_back = False, False  # a term with a loss; a gradient to it
+        self._is_sent, self.is_reached = False, False  # a term was sent with a loss; a gradient came back to it
         self._hidden_size = 0  # of the model that it met
 
     @property
@@ -104,10 +104,9 @@ class Regularizer:
             states = self.inner_states.take(model, main_states)
             with torch.set_grad_enabled(self.trains):
                 parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
-            learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
             last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
             terms = [part.terms.detach() for part in parts]
-            totals = self.metrics.observe(terms, described, last, tokens.valid, shard, learned)
+            totals = self.metrics.observe(terms, described, last, tokens.valid, shard, [part.learned for part in parts])
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
@@ -141,7 +140,7 @@ class Regularizer:
             NotImplementedError: the loop's own loss is not computed from the one that the model returned.
             MegatronSeamError: a model overrides the wrapped function without calling it.
         """
-        if self._is_sent and not self._is_back:
+        if self._is_sent and not self.is_reached:
             raise NotImplementedError(
                 "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model "
                 "returned. Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
@@ -215,8 +214,8 @@ class Regularizer:
                 "output layer are frozen). Train some of those, or set --simreg-lambda 0"
             )
         self._is_sent = True
-        if not self._is_back:
-            term.register_hook(lambda _: setattr(self, "_is_back", True))
+        if not self.is_reached:
+            term.register_hook(lambda _: setattr(self, "is_reached", True))
 
 
 def _require_finite(total: Tensor, loss: Tensor) -> None:

@@ -18,8 +18,8 @@ from simreg_megatron.losses._sequences import Pooled, first_part, last_positions
 from simreg_megatron.losses.cpretrain import scaled
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.sharded.pairs import View
 from simreg_megatron.sharded.samples import Replicas, own_tokens, sum_over_sequence
-from simreg_megatron.sharded.views import View
 
 
 def simcse_terms(

@@ -21,8 +21,8 @@ from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.objectives.record import Kind, OptionKind
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded import by_sequence, samples
+from simreg_megatron.sharded.pairs import View
 from simreg_megatron.sharded.samples import Replicas
-from simreg_megatron.sharded.views import View
 
 _TERMS: dict[Kind, dict[str, Callable[..., Any]]] = {
     Kind.PAIRS: {"cpretrain": cpretrain_terms, "creg": creg_terms, "sce": sce_terms, "sigmoid": sigmoid_terms},

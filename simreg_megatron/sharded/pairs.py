@@ -9,7 +9,7 @@ Forward, each pair of tokens on different ranks is computed on one of them, for 
 If the exponentials are few enough to be kept for the backward, each rank computes all that it will need instead; so too
 if context parallelism cuts documents, as such a row has many short runs, and pairs of runs would be too many.
 
-Shapes: S rows of this rank, B micro-batch, D hidden, A anchors of this rank; c chunks of k tokens.
+Shapes: S rows of this rank, B micro-batch, D hidden, A anchors of this rank, K tokens in a view; c chunks of k tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,22 @@ from torch import Tensor
 from simreg_megatron.kernels.contrast import without_spent_pairs
 from simreg_megatron.kernels.form import Form, Kept, Measured, Tokens
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
-from simreg_megatron.parallel.layout import RowPlan, shared_pairs
+from simreg_megatron.losses.roles import TokenRoles
+from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.views import View
+
+
+class View(NamedTuple):
+    """Some anchors of this rank and all tokens that they meet: whole chunks from their first token on."""
+
+    run: Run  # of the tokens, on the sequence
+    embeddings: Tensor  # [B, K, D]; without a gradient where a fast form of SimReg computes it
+    labels: Tensor  # [B, K]
+    usable: Tensor  # [B, K] bool
+    documents: Tensor | None  # [B, K]
+    anchors: Run  # positions inside K
+    roles: TokenRoles  # of the anchors, [B, A]
+    heads: Tensor | None = None  # [B, K, D], the output layer's row for each label, where states meet these
 
 
 class Pairs(NamedTuple):

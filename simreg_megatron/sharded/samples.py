@@ -31,7 +31,7 @@ from simreg_megatron.losses.sigreg import (
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.views import View
+from simreg_megatron.sharded.pairs import View
 
 Replicas = Callable[[], dist.ProcessGroup]
 """Asked for the ranks with other sequences, by those objectives alone that compare them."""

@@ -25,8 +25,7 @@ from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
 from simreg_megatron.parallel.shard import Located, SequenceShard
 from simreg_megatron.sharded.documents import Documents
-from simreg_megatron.sharded.pairs import Pairs, terms_over_ranks
-from simreg_megatron.sharded.views import View
+from simreg_megatron.sharded.pairs import Pairs, View, terms_over_ranks
 
 
 def simreg_over_ranks(

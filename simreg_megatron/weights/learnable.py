@@ -9,7 +9,7 @@ small step is lost, and what is computed with them is float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,12 +90,12 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
     return found
 
 
-def as_logged(parts: tuple[SimRegConfig, ...], learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name the quantities that the scalars parametrise: gammas of the norms, scale and bias of the cosines."""
-    found = {f"simreg gamma {name}": torch.sigmoid(learned[name]) for name in _SIMILARITY if name in learned}
-    for part in parts:
-        scalars = {name: scalar for name, scalar in part.scalars.items() if name in learned}
-        found |= {scalar.shown_as: _shown(scalar, learned[name]) for name, scalar in scalars.items()}
+def as_logged(parts: tuple[SimRegConfig, ...], learned: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Name the quantities that each part's scalars parametrise: gammas of the norms, scale and bias of the cosines."""
+    found: dict[str, Tensor] = {}
+    for part, own in zip(parts, learned, strict=True):
+        found |= {f"simreg gamma {name}": torch.sigmoid(own[name]) for name in _SIMILARITY if name in own}
+        found |= {one.shown_as: _shown(one, own[name]) for name, one in part.scalars.items() if name in own}
     return {name: value.detach().squeeze().clone() for name, value in found.items()}
 
 

@@ -22,8 +22,8 @@ from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms
+from simreg_megatron.sharded.pairs import View
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
-from simreg_megatron.sharded.views import View
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick

@@ -80,7 +80,7 @@ def test_a_clamp_bounds_the_angle_and_its_slope() -> None:
     assert rows.grad[1].norm().item() == pytest.approx(slope)
 
 
-def test_the_draw_follows_from_iteration_and_positions() -> None:
+def test_the_draw_follows_from_iteration_and_positions(request: pytest.FixtureRequest) -> None:
     def drawn(**settings: int) -> tuple[Tensor, float]:
         rows, valid = sample(2, 40)
         found = dispersion_loss(rows, tokens=6, valid=valid, **settings)
@@ -94,6 +94,9 @@ def test_the_draw_follows_from_iteration_and_positions() -> None:
 
     first, again, later, seeded = (drawn(**each) for each in ({}, {"iteration": 0}, {"iteration": 1}, {"seed": 1}))
     assert torch.equal(first[0], again[0]) and first[1] == again[1]
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
+    assert drawn()[1] == first[1], "whatever type the process makes by default"
     assert not torch.equal(first[0], later[0]) and not torch.equal(first[0], seeded[0])
 
 

@@ -464,8 +464,8 @@ def verl_fused_forward_of_its_own_is_an_error() -> None:
 # ---- the contract that a loop is checked against ------------------------------------------------------------------
 
 
-def labelled_step(model: Any) -> Tensor:
-    loss = model(row()[0], None, causal(), labels=row()[1].clamp(min=0)).mean()
+def labelled_step(model: Any, most: int = 9999) -> Tensor:
+    loss = model(row()[0], None, causal(), labels=row()[1].clamp(0, most)).mean()
     loss.backward()
     return loss
 
@@ -539,7 +539,10 @@ def broken_loops_are_told_apart() -> None:
     number = len(list(model.parameters()))
     sentence = f"{number} parameters have a gradient without SimReg and {number - 1} with it: forward_backward must not"
     assert sentence in refusal(model, ends_too_early)
-    assert "no gradient changes with SimReg" in refusal(model, loss_of_its_own)
+    assert "no gradient changes with SimReg: this loop does not train on" in refusal(model, loss_of_its_own)
+    assert "changes with SimReg: that of its term is too small beside" in refusal(
+        model, lambda: labelled_step(model, 0)
+    )
     assert "which SimReg leaves unchanged" in refusal(model, log_with_simreg)
     uninstall()
     install(config=SimRegConfig())

@@ -159,6 +159,7 @@ def test_the_setting_is_given_back_also_after_an_error(way: Callable[[], None]) 
     assert settings_of_products() == before
     with full_float32():
         assert precision._allows_rounding() is None
+        assert not HAS_NEW_NAME or torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none"), "bfloat16 on a CPU"
         assert torch.backends.cuda.matmul.allow_tf32 is False, "no error either, where TunableOp reads it"
     assert settings_of_products() == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
+from simreg_megatron.objectives import Scalar
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms
@@ -144,9 +146,12 @@ def test_what_is_trained() -> None:
     assert wanted("pairs=hidden-head,adapter=yes,trains=none") == {"sigmoid": {"adapter": 0.5}}
     assert wanted("pairs=hidden-head,adapter=yes")["sigmoid"].keys() == {"log_t", "bias", "adapter"}
     parts = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head,adapter=yes").parts
-    assert learnable.as_logged(parts, {"adapter": torch.tensor([0.0])}) == {"sigmoid delta": torch.tensor(0.5)}
+    assert learnable.as_logged(parts, [{"adapter": torch.tensor([0.0])}]) == {"sigmoid delta": torch.tensor(0.5)}
     scalars = {"log_t": torch.tensor([math.log(7.0)]), "bias": torch.tensor([0.25])}
-    logged = {name: round(value.item(), 5) for name, value in learnable.as_logged(parts, scalars).items()}
+    other = SimpleNamespace(scalars={"bias": Scalar(0.5, "other bias")})
+    both = learnable.as_logged((*parts, other), [scalars, {"bias": torch.tensor([0.5])}])
+    assert both.pop("other bias") == 0.5, "scalars of one name, of two objectives"
+    logged = {name: round(value.item(), 5) for name, value in both.items()}
     assert logged == {"sigmoid t": 7.0, "sigmoid bias": 0.25}
 
 

@@ -94,11 +94,15 @@ def test_a_chunk_beyond_the_sequence_is_the_whole_sequence() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_any_integer_type_of_labels(dtype: torch.dtype) -> None:
+def test_any_integer_type_of_labels_and_documents(dtype: torch.dtype) -> None:
     rows, labels = fixture_f1()
     labels = labels.masked_fill(labels == 5, 255 if dtype == torch.uint8 else 5)
     options = {"temperature": 0.1, "valid": labels != 7, "chunk_size": 5, "chunk_weight": "count-corrected"}
-    assert torch.equal(simreg_loss(rows, labels.to(dtype), **options), simreg_loss(rows, labels, **options))
+    documents = (torch.arange(labels.shape[-1]) // 4 % 2 * 255).expand_as(labels)
+    found, expected = (
+        simreg_loss(rows, labels.to(kind), documents=documents.to(kind), **options) for kind in (dtype, torch.long)
+    )
+    assert torch.equal(found, expected)
 
 
 def test_non_contiguous_input() -> None:
