@@ -133,6 +133,8 @@ def prepare(
     (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for name in (*manifest["files"], MANIFEST):
         (cache / name).replace(out / name)
+    for side in groups:  # Megatron's indices of a set that was here before
+        shutil.rmtree(out / side / "cache", ignore_errors=True)
     shutil.rmtree(cache)
     return manifest
 

@@ -53,16 +53,16 @@ def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str
     for source in sources:
         readable = [name for name in _files_of(source, split) if _kind(name)]
         found = [name for name in readable if _kind(name) == "document" or file_bytes(name)]  # an empty .txt is one
-        kept = [name for name in found if os.path.realpath(name) not in leave_out]
-        if not kept:
-            why = "is given as --valid as well: leave it out" if found else f"has nothing to read: give {READABLE}"
-            raise DataError(f"{source} {why}")
-        for name in kept:
+        if not found:
+            raise DataError(f"{source} has nothing to read: give {READABLE}")
+        for name in (each for each in found if os.path.realpath(each) not in leave_out):
             room -= file_bytes(name)
             if not groups or groups[-1][0] != _kind(name) or room < 0:
                 groups.append((_kind(name), []))
                 room = _GROUP_BYTES - file_bytes(name)
             groups[-1][1].append(name)
+    if sources and not groups:
+        raise DataError(f"all of {', '.join(sources)} is given as --valid as well: give another source")
     return [Group(kind, tuple(files), key) for kind, files in groups]
 
 
@@ -153,7 +153,7 @@ def _place(group: Group, number: int) -> str:
     import fsspec
 
     for name in group.files if group.kind == "line" else ():
-        with fsspec.open(name, compression="infer") as lines:
+        with fsspec.open(name, "rt", encoding="utf-8", errors="replace", compression="infer") as lines:
             rows = sum(1 for _ in lines)
         if number < rows:
             return f"{name}, row {number + 1:,}"

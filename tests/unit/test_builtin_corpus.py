@@ -68,6 +68,10 @@ def test_only_a_damaged_corpus_is_built_again(
     built = build(tmp_path / "c", library)
     assert built.manifest["files"] == corpus.manifest["files"], "the same text gives the same bytes"
     (tmp_path / "c" / "train.bin").write_bytes(b"cut")
+    (tmp_path / "c" / "mine").touch()
+    with pytest.raises(DataError, match="also holds mine: move that away first"):
+        build(tmp_path / "c", library)
+    (tmp_path / "c" / "mine").unlink()
     (tmp_path / "c.building").mkdir()  # what a killed build leaves
     assert build(tmp_path / "c", library).manifest["files"] == corpus.manifest["files"]
     assert (tmp_path / "c" / "train.bin").stat().st_size > 3 and not (tmp_path / "c.building").exists()

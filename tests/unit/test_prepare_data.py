@@ -112,7 +112,7 @@ def test_a_broken_row_is_named_by_its_file_also_in_a_group(tmp_path: Path) -> No
 def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenized text is not tokenized again, and the number of workers changes nothing."""
     monkeypatch.setattr(text_sources, "_GROUP_BYTES", 1)  # each file alone
-    monkeypatch.setattr(prepare_data.shutil, "rmtree", lambda path: None)  # keep OUT/cache
+    monkeypatch.setattr(prepare_data.shutil, "rmtree", lambda *_, **__: None)  # keep OUT/cache
     first = write_source(tmp_path / "a", "jsonl", LINES)
     second = tmp_path / "b.jsonl"
     second.write_bytes(b"".join(LINES[:20]) + b'{"text": \n')
@@ -166,6 +166,7 @@ def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
         ("a.jsonl", b'["text"]\n', "row 1: expected a text"),
         ("a.jsonl", b'{"text": "ok"}\n\n{"text": "\\ud800"}\n', "row 3: expected a text .*UnicodeEncodeError"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "row 1: expected a text .*RecursionError"),
+        ("b.jsonl.zst", zstandard.compress(b'{"txt": "a"}\n'), r"/b\.jsonl\.zst, row 1: expected a text under the key"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 100, mtime=0)[:40], "cannot be read .EOFError"),
     ],
 )
@@ -188,10 +189,11 @@ def test_the_files_of_a_folder(tmp_path: Path) -> None:
     found = text_sources.find_groups([str(tmp_path / "in")], "text", "train")
     names = [Path(name).name for group in found for name in group.files]
     assert names == ["a.txt", "x.txt"]
-    made = prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer=MODEL, valid=[str(tmp_path / "in" / "a.txt")])
+    first = str(tmp_path / "in" / "a.txt")
+    made = prepare([str(tmp_path / "in"), first], tmp_path / "out", tokenizer=MODEL, valid=[first])
     assert made["documents"] == {"train": 1, "valid": 1}
     with pytest.raises(DataError, match="is given as --valid as well"):
-        prepare([str(tmp_path / "in/a.txt")], tmp_path / "o", tokenizer=MODEL, valid=[str(tmp_path / "in" / "a.txt")])
+        prepare([first], tmp_path / "o", tokenizer=MODEL, valid=[first])
 
 
 def test_a_trained_tokenizer_is_the_same_again(tmp_path: Path) -> None:
