@@ -107,11 +107,13 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
             f"{len(without)} parameters have a gradient without SimReg and {num_with} with it: "
             "forward_backward must not return before all gradients are computed"
         )
+    if not any(moved) and installation.regularizer().is_reached:
+        raise ContractError("no gradient changes with SimReg: its own is too small to change a digit; take real text")
     if not any(moved):
-        cause = "this loop does not train on the loss that the model returns: pass it labels, and call backward on that"
-        if installation.regularizer().is_reached:
-            cause = "that of its term is too small beside the others to change a digit: take a batch of real text"
-        raise ContractError(f"no gradient changes with SimReg: {cause}")
+        raise ContractError(
+            "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
+            "to the model, and call backward on the loss that it returns"
+        )
     size = math.hypot(*(float(gradient.float().norm()) for gradient in without))
     return Found(math.hypot(*moved) / (size or math.nan), sum(map(bool, moved)), len(without))
 

@@ -32,7 +32,7 @@ def full_float32() -> Iterator[None]:
     if getattr(settings, "allow_fp16_accumulation", False):  # torch refuses a float16 product into float32 with it
         exact.append((settings, "allow_fp16_accumulation", False))
     before = [(holder, name, getattr(holder, name)) for holder, name, _ in exact]
-    # allow_tf32 reports the same for two of the three values of this one.
+    # "high" and "medium" both read as allow_tf32: which of them it was must be given back, too.
     coarse = torch.get_float32_matmul_precision() if allowed_by == "allow_tf32" else None
     for each in exact:
         setattr(*each)

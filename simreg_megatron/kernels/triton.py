@@ -430,8 +430,7 @@ def _part_sums(
 def _run_pairs(
     rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, pull: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums of tiles, over rows [2, b, c, tiles, R] and over columns [2, b, c, tiles, C]; with a pull r, [b, c, tiles,
-    R]."""
+    """Sums of tiles over rows [2, b, c, tiles, R] and columns [2, b, c, tiles, C]; with a pull, r [b, c, tiles, R]."""
     kind, constants, scale, documents = _kind(rows), _constants(rows), part.scale, part.documents
     tile = PAIRS[kind] if pull is None else PAIRS.get(f"{kind}, backward", PAIRS[kind])
     num_sequences, num_chunks, length, width = rows.shape

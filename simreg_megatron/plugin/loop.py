@@ -126,8 +126,8 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     refuse_models(config, chunks, here.model_classes)
     for model in compat.language_models(chunks):
         refuse_settings(model.config, config)
-        data_group = functools.partial(compat.data_group, model)
-        refuse_rows(config, model.config.hidden_size, micro_batch_size, data_group, packed=False)
+        replicas = functools.partial(compat.data_group, model)
+        refuse_rows(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
         learnable.refuse_without(config, model)
         watch(model)
     make_ready(regularizer, chunks, compat.language_models(chunks)[0].config, micro_batch_size, seq_length)

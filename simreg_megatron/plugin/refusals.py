@@ -140,14 +140,16 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     if iterations := getattr(args, "train_iters", None):  # with samples Megatron counts them later
         first, end = -(-config.start_iter // config.every) * config.every, config.schedule.end(iterations)
         if first >= end:
-            raise ValueError(f"--simreg-every {config.every} begins at {first}, and SimReg ends at {end}: lower it")
+            raise ValueError(
+                f"--simreg-every {config.every} has no step before {first}, and SimReg ends at {end}: lower it"
+            )
     refuse_settings(args, config)
     _refuse(_IN_MEGATRONS_LOOP, args, config)
     if fsdp := _flag(args, "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         _refuse_scattered(config, fsdp)
     width, num_sequences = getattr(args, "hidden_size", None), getattr(args, "micro_batch_size", None)
-    data_group = SimpleNamespace(size=lambda: args.data_parallel_size)
-    refuse_rows(config, width, num_sequences, lambda: data_group, packed=_packs(args))
+    replicas = SimpleNamespace(size=lambda: args.data_parallel_size)
+    refuse_rows(config, width, num_sequences, lambda: replicas, packed=_packs(args))
 
 
 def _refuse_scattered(config: SimRegConfig, by: str) -> None:
@@ -196,14 +198,14 @@ def refuse_start_over(args: Any) -> None:
 
 
 def refuse_rows(
-    config: SimRegConfig, width: int | None, num_sequences: int | None, data_group: Callable[[], Any], *, packed: bool
+    config: SimRegConfig, width: int | None, num_sequences: int | None, replicas: Callable[[], Any], *, packed: bool
 ) -> None:
     """Refuse objectives that can make nothing of micro-batches like these, of which None is not known yet.
 
     Args:
         width: of the hidden states.
         num_sequences: in a micro-batch.
-        data_group: returns the group of ranks with other sequences; called where an objective gathers these.
+        replicas: returns the group of ranks with other sequences; called where an objective gathers these.
         packed: whether a row may hold several texts.
     """
     for part in config.parts:
@@ -213,11 +215,7 @@ def refuse_rows(
                 f"{width}: give prefixes of at most {width - part.record.prefixes_below_width}"
             )
         gathers = part.options.get("gather") == "yes"
-        if (
-            part.by_sequence
-            and num_sequences is not None
-            and num_sequences * (data_group().size() if gathers else 1) < 2
-        ):
+        if part.by_sequence and num_sequences is not None and num_sequences * (replicas().size() if gathers else 1) < 2:
             whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
             raise ValueError(
                 f"SimReg objective {part.objective} compares the sequences {whose}, and the micro-batch size is "

@@ -62,8 +62,8 @@ class Reader:
         sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
         key = labels.shape, width, packing is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
         if key not in self._shards:
-            data_group = functools.partial(compat.data_group, model)
-            refuse_rows(self.config, width, len(labels), data_group, packed=packing is not None)
+            replicas = functools.partial(compat.data_group, model)
+            refuse_rows(self.config, width, len(labels), replicas, packed=packing is not None)
             self._shards[key] = shard_of(model, labels, cp), tp, cp
             _describe_chunks(self.config, self._shards[key][0], sample_length)
         shard = self._shards[key][0]

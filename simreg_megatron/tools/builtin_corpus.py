@@ -118,9 +118,10 @@ def _is_whole(directory: Path, fingerprint: str) -> bool:
 
 
 def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str) -> None:
-    if directory.exists() and os.listdir(directory) and not _read_manifest(directory):
+    there = set(os.listdir(directory)) if directory.exists() else set()
+    if there and not _read_manifest(directory):
         raise DataError(f"{directory} is there and is no built-in corpus: name another folder, or remove this one")
-    if directory.exists() and (others := set(os.listdir(directory)) - {*_FILES, "manifest.json", "train", "valid"}):
+    if others := there - {*_FILES, "manifest.json", "train", "valid"}:  # the last two are Megatron's indices
         raise DataError(f"{directory} must be built again, and also holds {min(others)}: move that away first")
     print("> corpus: reading the documentation of the installed libraries (about a minute in all)", flush=True)
     sides: dict[str, list[str]] = {"train": [], "valid": []}

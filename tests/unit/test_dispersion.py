@@ -96,7 +96,7 @@ def test_the_draw_follows_from_iteration_and_positions(request: pytest.FixtureRe
     assert torch.equal(first[0], again[0]) and first[1] == again[1]
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.bfloat16)
-    assert drawn()[1] == first[1], "whatever type the process makes by default"
+    assert drawn()[1] == first[1], "for any default type of torch"
     assert not torch.equal(first[0], later[0]) and not torch.equal(first[0], seeded[0])
 
 

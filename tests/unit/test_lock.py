@@ -215,6 +215,15 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert ended.value.code == 130 and said == f"> Trains on cpu in fp32\nStopped. Last checkpoint: {last}\n"
 
 
+def test_the_faster_process_keeps_a_stale_lock(tmp_path: Path) -> None:
+    """Both saw the stale file; the slower one must not take the other's away."""
+    path = put(tmp_path, replace(ELSEWHERE, pid=18))
+    lock._remove(path, ELSEWHERE)
+    assert json.loads(path.read_text())["pid"] == 18 and [one.name for one in tmp_path.iterdir()] == [NAME]
+    lock._remove(path, replace(ELSEWHERE, pid=18))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_first_rank_alone_deletes_what_was_never_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one of another machine holds nothing: what it found torn may be on its way."""
     torn = tmp_path / "checkpoints" / "iter_0000004"

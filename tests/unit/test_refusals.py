@@ -33,7 +33,7 @@ class Group:
 
 def test_a_step_in_many_that_never_comes_is_refused() -> None:
     schedule = SimRegConfig(lambda_=1, every=4, start_iter=5)
-    with pytest.raises(ValueError, match="--simreg-every 4 begins at 8, and SimReg ends at 8"):
+    with pytest.raises(ValueError, match="--simreg-every 4 has no step before 8, and SimReg ends at 8"):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=8), schedule)
     refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=9), schedule)
 
