@@ -42,13 +42,12 @@ LONGEST_KEPT = 8192
 PANEL = 8192  # half as many leave half of a GPU idle in the product at width 512
 PAIRS = {
     "bf16, sm_90": {"SIDE": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
-    "bf16, sm_90, backward": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 4},
     "bf16": {"SIDE": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
     "fp32": {"SIDE": 64, "BK": 32, "PER_SM": 4, "num_warps": 4, "num_stages": 3},
 }
 """Tile of `_pairs`: SIDE x SIDE pairs, BK features at a time, PER_SM programs on a multiprocessor.
 
-Those of sm_90 were chosen by measurement; four warps have too few registers for the backward."""
+Those of sm_90 were chosen by measurement. Its backward takes that of "bf16": four warps have too few registers."""
 PRODUCT = {
     "bf16, sm_90": {"BM": 128, "BN": 256, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
     "bf16": {"BM": 128, "BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 8, "num_stages": 3},
@@ -432,7 +431,7 @@ def _run_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Sums of tiles over rows [2, b, c, tiles, R] and columns [2, b, c, tiles, C]; with a pull, r [b, c, tiles, R]."""
     kind, constants, scale, documents = _kind(rows), _constants(rows), part.scale, part.documents
-    tile = PAIRS[kind] if pull is None else PAIRS.get(f"{kind}, backward", PAIRS[kind])
+    tile = PAIRS[kind if pull is None else kind.removesuffix(", sm_90")]
     num_sequences, num_chunks, length, width = rows.shape
     height, breadth = one[1] - one[0], other[1] - other[0]
     tiles_i, tiles_j = cdiv(height, tile["SIDE"]), cdiv(breadth, tile["SIDE"])

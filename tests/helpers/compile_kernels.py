@@ -51,7 +51,7 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         for upper, documents, backward, keep in itertools.product((True, False), repeat=4):
             if not backward or (keep and not upper):
                 names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "BACKWARD": backward, "KEEP": keep}
-                tile = form.PAIRS.get(f"{kind}, backward" if backward else kind, form.PAIRS[kind])
+                tile = form.PAIRS[kind.removesuffix(", sm_90") if backward else kind]
                 yield form._pairs, kind, {**names, **of_product, **tile}
         ones = dict.fromkeys(("chunks", "num_chunks", "length", "height"), 1)  # Triton makes constants of them
         for more in ({}, ones):
