@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train steps with SimReg and without, in turns: in every other step Megatron's own functions come back.
+"""Train steps with SimReg and without, in turns: in every other pair of steps Megatron's own functions come back.
 
 Both kinds of step see the same weights, the same data and the same moment of the machine. A step lasts until the next
-one begins, its log line included; of two neighbouring log steps one is plain.
+one begins, its log line included; of two neighbouring log steps one is plain. Each kind follows itself as often as the
+other: what a step leaves to the next one shows in the second of a pair.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROFILED = 4
 
 
 def is_plain(step: int) -> bool:
-    return (step + step // LOG_INTERVAL) % 2 == 0
+    return step // 2 % 2 == 0
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.step_pairs [--steps 600]`: a step with SimReg next to its neighbour without, in one run.
 
-Real runs of launch/pretrain_llama.sh in which every other step is plain Megatron's, function for function: what else
-the machine does slows both. Windows of twenty steps hold ten of each kind, a log step among them; the ratio is that of
-the window's sums. A line of the CSV file is a step.
+Real runs of launch/pretrain_llama.sh in which every other pair of steps is plain Megatron's, function for function:
+what else the machine does slows both. Windows of twenty steps hold ten of each kind, a log step among them; the ratio
+is that of the window's sums. A line of the CSV file is a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import csv
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,18 @@ from benchmarks.train import PROFILE, TIMES
 KINDS = {
     "SimReg off": ("--simreg-lambda", "0"),  # a control: both kinds of step are plain Megatron's
     "SimReg, chunks": ("--simreg-lambda", "1"),
+    "SimReg, a gradient of nearly 0": ("--simreg-lambda", "1e-12"),  # do Megatron's kernels take longer with its own?
     "SimReg, whole sequences": ("--simreg-lambda", "1", "--simreg-chunk-size", "0"),
     "SimReg measured only": ("--simreg-objective", "none"),
     "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
 }
 WINDOW = 2 * LOG_INTERVAL
-MEASURES = {  # column, and whether steps count whose line is logged: they measure the geometry, too
-    "time on the wall": ("seconds", True),
-    "time on the wall of steps without a log line": ("seconds", False),
-    "processor time": ("processor_seconds", True),
-    "processor time of steps without a log line": ("processor_seconds", False),
+MEASURES = {  # column, and which steps of a window count: log steps measure the geometry, too
+    "time on the wall": ("seconds", lambda step: True),
+    "time on the wall of steps without a log line": ("seconds", lambda step: (step + 1) % LOG_INTERVAL),
+    "of these, the second of each pair": ("seconds", lambda step: step % 2 and (step + 1) % LOG_INTERVAL),
+    "processor time": ("processor_seconds", lambda step: True),
+    "processor time of steps without a log line": ("processor_seconds", lambda step: (step + 1) % LOG_INTERVAL),
 }
 
 
@@ -77,14 +79,18 @@ def _train(options: argparse.Namespace, own: tuple[str, ...]) -> list[Record]:
 
 def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {lines[0]['model']}. {records.described(lines)}."
-    yield f"In each run every other step is plain Megatron's; windows of {WINDOW} steps."
+    has_pairs = lines[0]["plain"] == lines[1]["plain"]  # rows before 2026-11-28 have none
+    turns = "pair of steps" if has_pairs else "step"
+    yield f"In each run every other {turns} is plain Megatron's; windows of {WINDOW} steps."
     yield f"`python -m benchmarks.step_pairs{launched.options_of(lines)}`"
     yield ""
     yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in dict.fromkeys(line["kind"] for line in lines):
-        for title, (column, logged) in MEASURES.items():
-            plain, other = windows_of([line for line in lines if line["kind"] == name], column, logged)
+        for title, (column, counts) in MEASURES.items():
+            if "pair" in title and not has_pairs:
+                continue
+            plain, other = windows_of([line for line in lines if line["kind"] == name], column, counts)
             found = overhead(plain, other)
             yield (
                 f"| {name} | {title} | {found.base:.1f} | {found.percent:+.1f} % | {found.low:+.1f} to "
@@ -92,19 +98,16 @@ def table(lines: list[Record]) -> Iterator[str]:
             )
 
 
-def windows_of(lines: list[Record], column: str, logged: bool) -> tuple[list[list[float]], list[list[float]]]:
-    """For each whole window the mean step of either kind in ms: of plain Megatron, and with SimReg.
-
-    Args:
-        logged: whether steps with a log line count.
-    """
+def windows_of(
+    lines: list[Record], column: str, counts: Callable[[int], Any]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """For each whole window the mean in ms of the steps that count, by kind: of plain Megatron, and with SimReg."""
     found: tuple[list[list[float]], list[list[float]]] = ([], [])
     for first in range(0, len(lines) - WINDOW + 1, WINDOW):
         window = lines[first : first + WINDOW]
         for kind, means in ((1, found[0]), (0, found[1])):
-            counted = [line for line in window if logged or (int(line["step"]) + 1) % LOG_INTERVAL]
-            times = [1000 * float(line[column]) for line in counted if int(line["plain"]) == kind]
-            means.append([sum(times) / len(times)])
+            counted = [line for line in window if int(line["plain"]) == kind and counts(int(line["step"]))]
+            means.append([sum(1000 * float(line[column]) for line in counted) / len(counted)])
     return found
 
 

@@ -2,8 +2,8 @@
 """One run of launch/pretrain_llama.sh for the benchmarks, started by `benchmarks.step_pairs` and `benchmarks.steps`.
 
 On a GPU, Megatron's local attention (where Transformer Engine is missing) is computed by torch's fused kernels. With
-SIMREG_STEP_TIMES every other step is plain Megatron's (see `alternating_run`); with SIMREG_STEP_PROFILE the last ones
-are profiled, and have no times.
+SIMREG_STEP_TIMES every other pair of steps is plain Megatron's (see `alternating_run`); with SIMREG_STEP_PROFILE the
+last ones are profiled, and have no times.
 """
 
 from __future__ import annotations
