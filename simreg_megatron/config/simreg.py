@@ -100,19 +100,12 @@ class SimRegConfig:
         least, most = TEMPERATURES
         if not least <= self.tau <= most:
             raise ValueError(f"the SimReg temperature must be a number from {least:g} to {most:g}, not {self.tau}")
-        if self.chunk_size < 0 or self.chunk_size == 1:
-            raise ValueError(
-                f"the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not {self.chunk_size}: "
-                "a token alone has nothing to be compared with"
-            )
-        if self.start_iter < 0:
-            raise ValueError(f"SimReg must start at iteration 0 or later, not {self.start_iter}")
-        if self.warmup_iters < 0 or self.warmup_iters == 1:  # a ramp of one step begins at its end
-            raise ValueError(f"--simreg-warmup-iters must be 0, or at least 2, got {self.warmup_iters}")
-        if self.every < 1:
-            raise ValueError(f"--simreg-every must be 1 or more steps, got {self.every}")
-        if self.log_interval is not None and self.log_interval < 1:
-            raise ValueError(f"the SimReg log interval must be 1 or more iterations, not {self.log_interval}")
+        for name, least in {"start_iter": 0, "every": 1, "log_interval": 1}.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"SimReg {name.replace('_', ' ')} must be {least} or more, not {value}")
+        for name in ("chunk_size", "warmup_iters"):  # a token alone meets no other; a ramp of one step is none
+            if (value := getattr(self, name)) < 0 or value == 1:
+                raise ValueError(f"SimReg {name.replace('_', ' ')} must be 0, or 2 or more, not {value}")
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
@@ -148,14 +141,13 @@ class SimRegConfig:
                 f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
                 "drop it, or add final to the layers"
             )
-        if not (self.schedule.is_constant or self.trains):
-            given = {"start iter": self.start_iter, "warm-up": self.warmup_iters, "off after": self.off_after}
+        if (not self.schedule.is_constant or self.every > 1) and not self.trains:
+            given = {
+                "every": self.every > 1, "start iter": self.start_iter, "warmup iters": self.warmup_iters,
+                "off after": self.off_after,
+            }  # fmt: skip
             what = next((name for name, value in given.items() if value), "lambda schedule")
             raise ValueError(f"SimReg {what} has no effect while lambda is 0 or with objective none: drop it")
-        if self.every > 1 and not self.trains:
-            raise ValueError(
-                f"SimReg every {self.every} steps has no effect while lambda is 0 or with objective none: drop it"
-            )
         if self.every > 1 and self.trains_scalars:
             raise ValueError(
                 f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "

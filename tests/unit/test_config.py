@@ -51,7 +51,7 @@ WITH_A_LAMBDA = [
     ("settings", "sentence"),
     [
         ({"lambda_": 1, "every": 2.5}, "SimReg every must be a whole number, not 2.5"),
-        ({"lambda_": 1, "start_iter": -1}, "SimReg must start at iteration 0 or later, not -1"),
+        ({"lambda_": 1, "start_iter": -1}, "SimReg start iter must be 0 or more, not -1"),
         ({"objective": "none", "start_iter": 5}, "SimReg start iter has no effect while lambda is 0"),
         ({"log_interval": "5"}, "SimReg log interval must be a whole number, not '5'"),
         ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),

@@ -229,14 +229,14 @@ VALUES = """
 OF_SIMREG = """
 --simreg-temperature 0 | the SimReg temperature must be a number from 0.0001 to 10000, not 0.0
 --simreg-layers 0 | SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not '0'
---simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
---simreg-warmup-iters -5 | --simreg-warmup-iters must be 0, or at least 2, got -5
+--simreg-chunk-size 1 | SimReg chunk size must be 0, or 2 or more, not 1
+--simreg-warmup-iters -5 | SimReg warmup iters must be 0, or 2 or more, not -5
 --simreg-lambda-schedule quadratic | the SimReg lambda schedule must be constant, or linear or cosine
---simreg-every 0 | --simreg-every must be 1 or more steps, got 0
+--simreg-every 0 | SimReg every must be 1 or more, not 0
 --simreg-every 2 --simreg-similarity learnable | SimReg every 2 steps leaves scalars that it trains without a gradient
 --simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
 --simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, triton
---simreg-log-interval 0 | the SimReg log interval must be 1 or more iterations, not 0
+--simreg-log-interval 0 | SimReg log interval must be 1 or more, not 0
 --simreg-document-mask=yes | argument --simreg-document-mask: ignored explicit argument 'yes'
 """
 COMMANDS = """
