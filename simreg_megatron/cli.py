@@ -21,7 +21,8 @@ from simreg_megatron.tools import curves, evaluate, export_hf, import_hf, prepar
 # What a command needs beyond the package itself, and the extra of setup.py that brings it.
 _EXTRAS = {
     "matplotlib": "report", "tensorboard": "report", "lm_eval": "eval", "transformers": "hf", "safetensors": "hf",
-    "sentencepiece": "data", "datasets": "data", "pyarrow": "data", "filelock": "data", "megatron": "megatron",
+    "sentencepiece": "data", "datasets": "data", "pyarrow": "data", "zstandard": "data", "filelock": "data",
+    "megatron": "megatron",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from simreg_megatron.notices import SentenceError
+from simreg_megatron.tools.folders import checkpoint_folder, refuse_taken
 
 # The paper does not name its metrics. Its scores look like acc_norm where a task has one (36.5 on HellaSwag at 350M).
 PAPER = {
@@ -60,8 +61,7 @@ def run(options: argparse.Namespace) -> None:
     if len(models) < len(options.model) or not are_named:  # results have these names below --output
         raise EvaluationError("each --model must be NAME=FOLDER with a name of its own, without slashes, and a folder "
                               f"that exists, got {', '.join(options.model)}")  # fmt: skip
-    if options.output.exists() and any(options.output.iterdir()):
-        raise EvaluationError(f"{options.output} is not empty: give a new --output")
+    refuse_taken(options.output)
     options.output.mkdir(parents=True, exist_ok=True)
     folders = {name: hugging_face_folder(name, path, options) for name, path in models.items()}
     scores: dict[str, dict[str, Score]] = {}
@@ -91,7 +91,6 @@ def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> P
     if (path / "config.json").is_file():
         return path
     from simreg_megatron.tools.export_hf import export
-    from simreg_megatron.tools.folders import checkpoint_folder
 
     if options.tokenizer is None:
         raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")

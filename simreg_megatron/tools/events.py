@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -71,9 +72,10 @@ def read_run(folder: str | Path, name: str = "") -> Run:
         events = EventAccumulator(str(inner), size_guidance={SCALARS: 0})  # 0 keeps every point
         events.Reload()
         tags = events.Tags()
-        scalars = _by_step({tag: events.Scalars(tag) for tag in tags["scalars"] if not tag.endswith(" vs samples")})
         texts = {tag.removesuffix(_TEXT): events.Tensors(tag)[-1] for tag in tags["tensors"] if tag.endswith(_TEXT)}
         settings = {tag: b"".join(text.tensor_proto.string_val).decode() for tag, text in texts.items()}
+        logged = {tag: events.Scalars(tag) for tag in tags["scalars"] if not tag.endswith(" vs samples")}
+        scalars = _by_step(logged, _has_test_set(settings))
     except Exception as error:  # a damaged record may raise any type in TensorBoard
         raise ReportError(f"{inner} holds a damaged TensorBoard file ({type(error).__name__}: {error})") from None
     if not scalars:
@@ -88,8 +90,17 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     return Run(name or (own.parent if own.name == "tensorboard" else own).name, scalars, settings)
 
 
-def _by_step(events: Mapping[str, Iterable[Any]]) -> dict[str, Series]:
-    """Keep one value a step, the last; and none of what a run logged before it was resumed from an earlier step."""
+def _has_test_set(settings: Mapping[str, str]) -> bool:
+    """Return whether Megatron evaluates a test set at the end of the run."""
+    shares = re.findall(r"[\d.]+", settings.get("split", "")) if settings.get("data_path", "None") != "None" else []
+    return settings.get("test_data_path", "None") != "None" or any(map(float, shares[2:]))
+
+
+def _by_step(events: Mapping[str, Iterable[Any]], has_test_set: bool) -> dict[str, Series]:
+    """Keep one value a step, the last; and none of what a run logged before it was resumed from an earlier step.
+
+    Megatron logs the loss of a test set at the end, under the tag and step of the validation loss: it is left out.
+    """
     import numpy as np
 
     in_order = {tag: sorted(of_tag, key=lambda event: event.wall_time) for tag, of_tag in events.items()}
@@ -97,6 +108,8 @@ def _by_step(events: Mapping[str, Iterable[Any]]) -> dict[str, Series]:
     restarts = [(after.wall_time, after.step) for before, after in logged if after.step <= before.step]
     found = {}
     for tag, of_tag in in_order.items():
+        if has_test_set and "validation" in tag and len({event.step for event in of_tag[-2:]}) < len(of_tag[-2:]):
+            of_tag = of_tag[:-1]
         left = {
             event.step: event.value
             for event in of_tag

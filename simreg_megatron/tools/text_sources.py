@@ -116,6 +116,9 @@ def load_group(group: Group, cache: Path) -> Any:
     """
     import datasets
 
+    for name in group.files:
+        if name.endswith(".zst") and "://" not in name:
+            _refuse_cut(name)
     options: dict[str, Any] = {"path": "parquet", "columns": [group.key], "batch_size": 1000}
     if group.kind != "parquet":
         features = datasets.Features({"text": datasets.Value("large_string")})
@@ -127,7 +130,7 @@ def load_group(group: Group, cache: Path) -> Any:
         if isinstance(cause, OSError) and cause.errno:  # of the disk, such as a full one
             raise cause from None
         if isinstance(cause, UnicodeDecodeError):
-            name = next((name for name in group.files if not _is_utf8(name)), group.name)
+            name = next((name for name in group.files if _count_rows(name) is None), group.name)
             raise DataError(
                 f"{name} is not UTF-8 ({cause.reason}): convert it to UTF-8, with iconv for example"
             ) from None
@@ -136,26 +139,37 @@ def load_group(group: Group, cache: Path) -> Any:
         raise DataError(f"{group.name} cannot be read ({reason}): copy it again{key_too}") from None
 
 
-def _is_utf8(name: str) -> bool:
+def _refuse_cut(name: str) -> None:
+    """Refuse a .zst file that ends inside a frame: its reader takes that for the end of the text."""
+    import zstandard
+
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        with open(name, "rb") as file:
+            while block := frame.unused_data or file.read(1 << 17):
+                frame = zstandard.ZstdDecompressor().decompressobj() if frame.eof else frame
+                frame.decompress(block)
+    except zstandard.ZstdError as error:
+        raise DataError(f"{name} cannot be read ({error}): copy it again") from None
+    if not frame.eof:
+        raise DataError(f"{name} ends in the middle of a frame: copy it again")
+
+
+def _count_rows(name: str) -> int | None:
+    """Return the number of rows of a file of text; None if it is not UTF-8, or cannot be read."""
     import fsspec
 
     try:
         with fsspec.open(name, "rt", encoding="utf-8", compression="infer") as lines:
-            for _ in lines:
-                pass
+            return sum(1 for _ in lines)
     except (OSError, UnicodeDecodeError):
-        return False
-    return True
+        return None
 
 
 def _place(group: Group, number: int) -> str:
     """Name the file of a group's row, and its row there."""
-    import fsspec
-
     for name in group.files if group.kind == "line" else ():
-        with fsspec.open(name, "rt", encoding="utf-8", errors="replace", compression="infer") as lines:
-            rows = sum(1 for _ in lines)
-        if number < rows:
+        if number < (rows := _count_rows(name) or 0):
             return f"{name}, row {number + 1:,}"
         number -= rows
     return f"{group.name}, row {number + 1:,}"

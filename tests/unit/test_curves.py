@@ -53,6 +53,19 @@ def test_what_a_resumed_run_logged_before_is_dropped(tmp_path: Path) -> None:
     assert run.scalars["lm loss validation"].steps.tolist() == [250] and run.last("lm loss validation") == 2.5
 
 
+def test_the_loss_of_a_test_set_is_left_out(tmp_path: Path) -> None:
+    """Megatron logs it last, under the tag and step of the validation loss."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for split, last in (("98,1,1", 3.0), ("99,1,0", 2.0)):
+        with SummaryWriter(str(tmp_path / split)) as writer:
+            for loss in (4.0, 3.0, 2.0):  # while it trains, at its end, of the test set
+                writer.add_scalar("lm loss validation", loss, 20)
+            writer.add_text("data_path", "['text']", 0)
+            writer.add_text("split", split, 0)
+        assert read_run(tmp_path / split).last("lm loss validation") == last
+
+
 def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Captured) -> None:
     for folder, word in ((tmp_path, "holds no TensorBoard scalars"), (tmp_path / "nowhere", "is not a folder")):
         assert cli.main(["curves", str(folder)]) == 2

@@ -131,7 +131,7 @@ def test_a_megatron_checkpoint_is_exported_first(
         pytest.param(
             ["--model", "a=MODEL", "--tasks", f"{NAME}:f1"], f"{NAME} has no metric f1", marks=pytest.mark.slow
         ),
-        (["--model", "a=MODEL", "--output", "FULL"], "is not empty: give a new --output"),
+        (["--model", "a=MODEL", "--output", "FULL"], "already exists: name a new folder"),
     ],
 )
 def test_refusals(

@@ -71,7 +71,7 @@ LAW = {
     "tools": room(
         f"{TOP} cpu config geometry notices plugin pretrain",
         "torch megatron numpy datasets multiprocess sentencepiece transformers tokenizers safetensors huggingface_hub "
-        "lm_eval filelock fsspec matplotlib tensorboard",
+        "lm_eval filelock fsspec matplotlib tensorboard zstandard",
     ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),

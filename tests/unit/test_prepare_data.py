@@ -168,6 +168,7 @@ def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
         ("a.jsonl", b"[" * 100_000 + b"\n", "row 1: expected a text .*RecursionError"),
         ("b.jsonl.zst", zstandard.compress(b'{"txt": "a"}\n'), r"/b\.jsonl\.zst, row 1: expected a text under the key"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 100, mtime=0)[:40], "cannot be read .EOFError"),
+        ("a.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 99)[:-3], "a.jsonl.zst ends in the middle of a frame"),
     ],
 )
 def test_what_is_no_text_is_refused_in_one_sentence(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
