@@ -93,16 +93,6 @@ def config_from_args(args: Any) -> SimRegConfig:
     return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
 
 
-def refuse_idle_flags(args: Any, config: SimRegConfig) -> None:
-    """Raise ValueError for SimReg settings with a lambda of 0, which would be silently ignored."""
-    idle = [flag.name for flag in OF_SIMREG[1:] if getattr(args, flag.dest, None) is not None]
-    if idle and not config.active:
-        raise ValueError(
-            f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "
-            "give a lambda, or --simreg-objective none to measure without training on it"
-        )
-
-
 def refuse_idle_adagc(args: Any) -> None:
     """Raise ValueError for settings of AdaGC where it is off."""
     idle = [flag.name for flag in OF_ADAGC if getattr(args, flag.dest, None) is not None]
@@ -116,13 +106,13 @@ def refuse_idle_adagc(args: Any) -> None:
 
 
 def refuse_idle_settings(config: SimRegConfig) -> None:
-    """The same of settings that no flag has given."""
+    """Raise ValueError for settings with a lambda of 0, which would be silently ignored."""
     plain, names = SimRegConfig(), ("objective", *(flag.field for flag in OF_SIMREG))
     idle = [name for name in names if getattr(config, name) != getattr(plain, name)]
     if idle and not config.active:
         raise ValueError(
-            f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(config, idle[0]))} has no effect while lambda_ is "
-            "0: give a lambda_, or objective='none' to measure without training on it"
+            f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(config, idle[0]))} has no effect while lambda is 0: "
+            "give a lambda, or objective none to measure without training on it"
         )
 
 

@@ -120,10 +120,8 @@ def parsed(text: str, warmup_iters: int, off_after: float | None, start_iter: in
             f"at the end, such as linear:0.1 or cosine:0, not {text!r}"
         )
     final = _number(number) if colon else 1.0
-    if not final >= 0 or not math.isfinite(final):
-        raise ValueError(f"the SimReg lambda schedule {shape} ends at a finite share of 0 or more, not {number!r}")
-    if final > _HIGHEST:
-        raise ValueError(f"the SimReg lambda schedule {shape} ends at a share of at most {_HIGHEST:,}, not {number!r}")
+    if not 0 <= final <= _HIGHEST:
+        raise ValueError(f"the SimReg lambda schedule {shape} ends at a share from 0 to {_HIGHEST:,}, not {number!r}")
     if colon and final == 1:
         raise ValueError(f"the SimReg lambda schedule {text} changes nothing, as it ends where it begins: drop it")
     if off_after is not None and not 0 < off_after < 1:

@@ -99,13 +99,13 @@ def refuse(arguments: Any) -> None:
     Raises:
         ValueError: naming the flag.
     """
-    if is_active() and getattr(arguments, "distributed_backend", None) == "nccl":
-        raise ValueError("--distributed-backend nccl needs a GPU, and this run is on the CPU: leave the flag out")
-    if is_active() and getattr(arguments, "async_save", None):
-        raise ValueError(
-            "--async-save writes in a process of Megatron's own, which needs a GPU, and this run is on the CPU: "
-            "leave the flag out"
-        )
+    needs_gpu = {
+        "--distributed-backend nccl": getattr(arguments, "distributed_backend", None) == "nccl",
+        "--async-save": getattr(arguments, "async_save", None),  # in a process of Megatron's own
+        "--simreg-impl triton": arguments.simreg_impl == "triton" and not os.environ.get("TRITON_INTERPRET"),
+    }
+    if is_active() and (flags := [flag for flag, is_given in needs_gpu.items() if is_given]):
+        raise ValueError(f"{flags[0]} needs a GPU, and this run is on the CPU: leave the flag out")
 
 
 def activate(mode: str = "on") -> None:

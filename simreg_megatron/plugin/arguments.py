@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from typing import Any, NoReturn
 
@@ -15,7 +14,7 @@ from simreg_megatron.config.flags import (
     adagc_from_args,
     config_from_args,
     refuse_idle_adagc,
-    refuse_idle_flags,
+    refuse_idle_settings,
 )
 from simreg_megatron.config.spelling import refuse_unknown
 from simreg_megatron.cpu import backend as cpu_backend
@@ -102,11 +101,6 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
             "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"
         )
     cpu_backend.refuse(namespace)
-    of_triton = namespace.simreg_impl == "triton" and not os.environ.get("TRITON_INTERPRET")
-    if cpu_backend.is_active() and of_triton:
-        raise ValueError(
-            f"--simreg-impl {namespace.simreg_impl} needs a GPU, and this run is on the CPU: leave the flag out"
-        )
     refuse_idle_adagc(namespace)
     adagc_from_args(namespace)  # which refuses what is impossible
     config = config_from_args(namespace)
@@ -115,4 +109,4 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
         raise ValueError(
             f"--simreg-layers {beyond[0]} is beyond the model, which has layers 1 to {num_layers}: name some of these"
         )
-    refuse_idle_flags(namespace, config)
+    refuse_idle_settings(config)

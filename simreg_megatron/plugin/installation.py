@@ -10,7 +10,7 @@ from typing import Any
 
 from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import config_from_args, refuse_idle_adagc, refuse_idle_flags
+from simreg_megatron.config.flags import config_from_args, refuse_idle_adagc, refuse_idle_settings
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.term import Regularizer
 
@@ -123,6 +123,6 @@ def regularizer() -> Regularizer:
 def _config_of_megatron() -> SimRegConfig:
     args = compat.arguments()
     config = config_from_args(args)
-    refuse_idle_flags(args, config)  # those of a YAML file have met no parser of ours
+    refuse_idle_settings(config)  # those of a YAML file have met no parser of ours
     refuse_idle_adagc(args)
     return config

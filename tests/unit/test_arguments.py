@@ -63,7 +63,7 @@ def test_settings_are_read_from_a_yaml_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--simreg-chunk-size 64", "--simreg-chunk-size has no effect while --simreg-lambda is 0"),
+        ("--simreg-chunk-size 64", "SimReg chunk size 64 has no effect while lambda is 0"),
         ("--simreg-cpu", "--simreg-cpu came too late"),
         ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
         ("--adagc-lambda 1", "did you mean --adagc-lambda-"),
@@ -71,7 +71,7 @@ def test_settings_are_read_from_a_yaml_file(tmp_path: Path, monkeypatch: pytest.
         (f"--simreg-warmup-iters {'9' * 5000}", "argument --simreg-warmup-iters: invalid int value: '999"),
         (f"--simreg-lambda 1 --simreg-scope {'x' * 5000}", "unknown SimReg scope 'xxx"),
         ("--simreg-objective mic:1 --simreg-scope \x1b[2J", "SimReg scope ?[2J has no effect"),
-        ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share of at most 1,000, not '1e308'"),
+        ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share from 0 to 1,000, not '1e308'"),
         (
             "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options coupling=2",
             "coupling must be from 0 to 1",
@@ -93,7 +93,7 @@ def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytes
 def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No parser of ours has seen them."""
     monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(simreg_objective="creg"))
-    with pytest.raises(ValueError, match="--simreg-objective has no effect while --simreg-lambda is 0"):
+    with pytest.raises(ValueError, match="SimReg objective creg has no effect while lambda is 0"):
         installation.Installation(None, lambda _: ()).regularizer()
     monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(adagc_beta=0.9))
     with pytest.raises(ValueError, match="--adagc-beta has no effect without --adagc"):
@@ -101,7 +101,7 @@ def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytes
 
 
 def test_installing_settings_without_a_lambda_is_refused() -> None:
-    with pytest.raises(ValueError, match="SimReg objective creg has no effect while lambda_ is 0: give a lambda_"):
+    with pytest.raises(ValueError, match="SimReg objective creg has no effect while lambda is 0: give a lambda,"):
         install(config=SimRegConfig(objective="creg"))
     assert installation.installed() is None
 
