@@ -16,7 +16,7 @@ from benchmarks.records import ROOT, Record
 from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
 from tests.helpers import jobs
 
-PRETRAIN, TRAIN = "launch/pretrain_llama.sh", "benchmarks/train.py"
+TRAIN = "benchmarks/train.py"
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:

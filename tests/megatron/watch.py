@@ -116,33 +116,6 @@ def at_given_scales() -> None:
     training.train_step = scaled
 
 
-def adagc_and_loadable_shards() -> None:
-    """As `adagc`, and torch's own Adam can be loaded into shards: Megatron 0.19 asks it for steps not yet taken.
-
-    With Apex or Transformer Engine it does not ask, and with neither no run with the distributed optimizer goes on.
-    """
-    from megatron.core.optimizer import DistributedOptimizer
-
-    adagc()
-    state_dict = DistributedOptimizer.state_dict
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def at_step_zero(self: Any) -> Any:
-        if self.optimizer.state:
-            return state_dict(self)
-        self.optimizer.state[self.optimizer.param_groups[0]["params"][0]] = {"step": torch.tensor(0.0)}
-        try:
-            return state_dict(self)
-        finally:
-            self.optimizer.state.clear()
-
-    def without_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        set_states(self, parameter, {"step": None, **tensors})
-
-    DistributedOptimizer.state_dict = at_step_zero
-    DistributedOptimizer._set_main_param_and_optimizer_states = without_step
-
-
 def adagc_spike() -> None:
     """As `adagc`, but the gradient of one parameter is 1000 times as large in the sixth step."""
     from simreg_megatron.adagc.clipping import Clipped, Clipping
