@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of launch/pretrain_llama.sh for the benchmarks, started by `benchmarks.step_pairs` and `benchmarks.steps`.
+"""One run of launch/pretrain_llama.sh for the benchmarks, started by `benchmarks.step_pairs`.
 
 On a GPU, Megatron's local attention (where Transformer Engine is missing) is computed by torch's fused kernels. With
 SIMREG_STEP_TIMES every other pair of steps is plain Megatron's (see `alternating_run`); with SIMREG_STEP_PROFILE the

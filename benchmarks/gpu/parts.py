@@ -86,7 +86,6 @@ class Setting:
     def _fast(self) -> Iterator[Part]:
         few, more = ("42", "42") if self.pretend else ("201", "401")
         profile = ("--profile", str(self.output / "pairs-350m.profile.json"))
-        turns = ("--rounds", "1", "--steps", "21" if self.pretend else "40")
         if not self.pretend:  # both need a GPU
             yield self._form("triton")
             host = ("--output", str(self.output / "host.csv"))
@@ -94,8 +93,8 @@ class Setting:
             tiles = str(self.output / "tiles.csv")
             yield Part("tiles", ((*_PYTHON, "benchmarks.gpu.tiles", tiles, "--seconds", "80"),), leaves="tiles.csv")
         yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--steps", more, *profile)
+        yield self._steps("pairs-350m-control", 16, "--kinds", "nearly", "--steps", more)
         yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--steps", few)
-        yield self._steps("steps-350m", 16, "--kinds", "chunks,FFN", *turns)
         yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--steps", few)
         yield self._form("tiled")
         yield self._form("reference")
@@ -130,12 +129,10 @@ class Setting:
                 yield Part(f"{tool}-{impl}", ((*checker, *test),))
 
     def _steps(self, name: str, batch: int, *words: str) -> Part:
-        """Steps with the largest of the micro-batches `batch`, a half of it ... 1 that fits."""
-        kind, model = name.split("-")[:2]
-        module = f"benchmarks.{'steps' if kind == 'steps' else 'step_pairs'}"
-        words += () if kind == "steps" else ("--seconds", "180")  # what is measured by then is kept
-        output = ("--output", str(self.output / f"{name}.csv"))
-        common = (module, "--model", "tiny" if self.pretend else model, *output, *self.text, *words, "--flags")
+        """Pairs of steps with the largest of the micro-batches `batch`, a half of it ... 1 that fits."""
+        model, output = "tiny" if self.pretend else name.split("-")[1], str(self.output / f"{name}.csv")
+        words += ("--seconds", "180", *self.text, "--flags")  # what is measured by then is kept
+        common = ("benchmarks.step_pairs", "--model", model, "--output", output, *words)
         batches = (batch >> half for half in range(batch.bit_length()))
         flags = (f"--micro-batch-size {each} --global-batch-size {each}" for each in batches)
         each_way = [" ".join(_SMALL)] if self.pretend else flags

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from benchmarks import records, step_pairs, step_profile, steps
+from benchmarks import records, step_pairs, step_profile
 from benchmarks.gpu import forms
 from benchmarks.gpu.machine import facts
 from benchmarks.gpu.run import ENDED, Outcome
@@ -130,9 +130,7 @@ class Report:
             of_forms.sort(key=lambda line: sizes.index(line["size"]))
             yield from ("", "## Forms of the loss", "", *_made(forms.table, of_forms))
         for name, its in measured.items():
-            if name.startswith("steps"):
-                yield from ("", f"## {name}", "", *_made(steps.table, its))
-            elif name.startswith("pairs"):
+            if name.startswith("pairs"):
                 profile = self.output / f"{name}.profile.json"
                 profiles = json.loads(profile.read_text(encoding="utf-8")) if profile.exists() else []
                 yield from ("", f"## {name}", "", *_made(step_pairs.table, its), "")

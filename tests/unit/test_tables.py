@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import records, step_pairs, steps
+from benchmarks import records, step_pairs
 from benchmarks.gpu import forms, tiles
 from benchmarks.records import RESULTS
 from tools import budget, tables
@@ -27,7 +27,7 @@ def test_every_tolerated_change_is_of_a_table_as_it_stands() -> None:
 
 
 OF_BENCHMARKS = {
-    "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h200/pairs-350m": step_pairs.table,
+    "step_pairs": step_pairs.table, "gpu/h200/pairs-350m": step_pairs.table,
     "gpu/h200/pairs-1.3b": step_pairs.table, "gpu/h100-second/pairs-350m": step_pairs.table,
     "gpu/h200-fourth/pairs-350m": step_pairs.table, "gpu/h200-fourth/pairs-1.3b": step_pairs.table,
     "gpu/h200/forms": forms.table, "gpu/h100/tiles": tiles.table,
