@@ -33,11 +33,13 @@ PANELS = {  # tag: title, axis
     NEGATIVE_COSINE: ("Mean cosine, different next tokens", "cosine, -1 to 1"),
 }
 _SMOOTHED_POINTS = 100  # longer curves are drawn pale, with their running mean on top
-_PLACES = (
-    "path", "dir", "save", "load", "rank", "tensorboard", "timestamp", "wandb", "port", "consumed", "so_far",
-    "iteration", "exit_on",
-)  # fmt: skip
-"""Arguments whose names hold one of these say nothing of what was trained."""
+_PLACES = {  # these arguments say nothing of what was trained
+    "save", "load", "save_interval", "tensorboard_dir", "data_cache_path", "wandb_project", "wandb_exp_name",
+    "wandb_save_dir", "rank", "local_rank", "iteration", "curr_iteration", "consumed_train_samples",
+    "consumed_valid_samples", "num_floating_point_operations_so_far", "exit_interval", "exit_on_missing_checkpoint",
+}  # fmt: skip
+_OTHER_SAMPLES = " (so the last evaluations read other samples: each goes on where the one before ended)"
+_OF_EVALUATION = {"eval_interval", "eval_iters", "global_batch_size", "seq_length", "train_iters"}  # of which samples
 
 
 def add_command(commands: Any) -> None:
@@ -80,10 +82,11 @@ def table_of(runs: Sequence[Run]) -> Iterator[str]:
             continue
         apart = "" if run is runs[0] or first is None else f"{loss - first:+.4f}"
         yield f"{run.name:{width}}  {run.scalars[VALIDATION_LOSS].steps[-1]:8}  {loss:15.4f}  {apart:>10}"
-    for name in sorted(set().union(*(run.settings for run in runs))):
+    for name in sorted(set().union(*(run.settings for run in runs)) - _PLACES):
         values = [run.settings.get(name, "None").replace("None", "not given") for run in runs]
-        if len(set(values)) > 1 and not any(place in name for place in _PLACES):
-            yield f"{name}: {', '.join(f'{run.name} {value}' for run, value in zip(runs, values, strict=True))}"
+        if len(set(values)) > 1:
+            found = ", ".join(f"{run.name} {value}" for run, value in zip(runs, values, strict=True))
+            yield f"{name}: {found}{_OTHER_SAMPLES if name in _OF_EVALUATION else ''}"
 
 
 def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:

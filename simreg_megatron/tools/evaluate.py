@@ -21,10 +21,6 @@ PAPER = {
 }  # fmt: skip
 
 
-class EvaluationError(SentenceError):
-    """An evaluation that cannot be made."""
-
-
 class Score(NamedTuple):
     """A task's score, its standard error (None if unknown), and its values by question if it is their mean."""
 
@@ -59,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     models = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
     are_named = all(name == Path(name).name != "" and path.is_dir() for name, path in models.items())
     if len(models) < len(options.model) or not are_named:  # results have these names below --output
-        raise EvaluationError("each --model must be NAME=FOLDER with a name of its own, without slashes, and a folder "
+        raise SentenceError("each --model must be NAME=FOLDER with a name of its own, without slashes, and a folder "
                               f"that exists, got {', '.join(options.model)}")  # fmt: skip
     refuse_taken(options.output)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -93,7 +89,7 @@ def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> P
     from simreg_megatron.tools.export_hf import export
 
     if options.tokenizer is None:
-        raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
+        raise SentenceError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
     folder: Path = options.output / "models" / name
     for note in export(checkpoint_folder(path), folder, options.tokenizer):
         print(f"note: {name}: {note}")
@@ -117,7 +113,7 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
     if options.bos == "document":  # release 4 of transformers does not add it, silently
         tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
         if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
-            raise EvaluationError(f"--bos document: the tokenizer of {folder} puts no BOS before a text: --bos none")
+            raise SentenceError(f"--bos document: the tokenizer of {folder} puts no BOS before a text: --bos none")
     arguments = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": options.bos == "document"}
     try:
         found = lm_eval.simple_evaluate(
@@ -127,9 +123,7 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
             task_manager=task_manager(options.include),
         )  # fmt: skip
     except Exception as error:  # the model, the task or its data set may raise any type
-        raise EvaluationError(
-            f"lm-evaluation-harness cannot score {folder}: {type(error).__name__}: {error}"
-        ) from error
+        raise SentenceError(f"lm-evaluation-harness cannot score {folder}: {type(error).__name__}: {error}") from error
     return dict(found or {})
 
 
@@ -140,7 +134,7 @@ def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
     key = next((key for key in keys if metric in ("", key.partition(",")[0])), None)
     if key is None:
         there = ", ".join(sorted({key.partition(",")[0] for key in keys})) or "none"
-        raise EvaluationError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {there}")
+        raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {there}")
     metric, _, kind = key.partition(",")
     value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")
     questions = {

@@ -129,7 +129,7 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]
     if any(folder.glob("mp_rank_*")):
         raise CheckpointError(
             f"{folder} is in the older format torch, which Megatron itself converts: load it there with "
-            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
         )
     if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
         raise CheckpointError(f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}")

@@ -48,8 +48,6 @@ def run(options: argparse.Namespace) -> None:
     rows = config.vocab_size
     print(f"{options.save}: imported from {options.model}")
     print(f"train from it with: --load {shlex.quote(str(options.save))} --finetune {' '.join(flags)}")
-    if config.tie_word_embeddings:
-        print("note: its head is its embedding, which the launch presets keep apart: train it by a script of your own")
     print(
         f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding whichever tokenizer you "
         "name; divide it by your --tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently"

@@ -90,6 +90,7 @@ def prepare(
         DataError: a source or the tokenizer cannot be used, or `out` holds another set.
     """
     import datasets
+    from filelock import FileLock, Timeout
 
     if list(sources) == ["c4"] and not Path("c4").exists() and not valid and valid_share is None:
         valid = ["c4"]
@@ -122,20 +123,23 @@ def prepare(
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     try:
-        loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
-        manifest = _write_pairs(groups, loaded, settings, cache, workers)
+        with FileLock(cache / "lock", timeout=0):
+            loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
+            manifest = _write_pairs(groups, loaded, settings, cache, workers)
+            (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            for name in (*manifest["files"], MANIFEST):
+                (cache / name).replace(out / name)
+            for side in groups:  # Megatron's indices of a set that was here before
+                shutil.rmtree(out / side / "cache", ignore_errors=True)
+            shutil.rmtree(cache)
+    except Timeout:
+        raise DataError(f"another process prepares {out}: wait for its end, or give another --out") from None
     except DataError:
         if not any(cache.rglob("cache-*.arrow")):  # nothing is tokenized that the same command would go on from
             shutil.rmtree(cache)
             with contextlib.suppress(OSError):  # something else is in the folder
                 out.rmdir()
         raise
-    (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    for name in (*manifest["files"], MANIFEST):
-        (cache / name).replace(out / name)
-    for side in groups:  # Megatron's indices of a set that was here before
-        shutil.rmtree(out / side / "cache", ignore_errors=True)
-    shutil.rmtree(cache)
     return manifest
 
 

@@ -14,16 +14,8 @@ import pytest
 import torch
 
 from simreg_megatron import cli
-from simreg_megatron.tools.evaluate import (
-    PAPER,
-    EvaluationError,
-    Score,
-    chosen_tasks,
-    difference,
-    score_of,
-    table,
-    task_manager,
-)
+from simreg_megatron.notices import SentenceError
+from simreg_megatron.tools.evaluate import PAPER, Score, chosen_tasks, difference, score_of, table, task_manager
 from simreg_megatron.tools.export_tokenizer import write_tokenizer
 from simreg_megatron.tools.tokenizers import load_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, tiny_config
@@ -168,7 +160,7 @@ def test_a_groups_questions_are_those_of_its_tasks() -> None:
     assert (score.value, score.error, len(score.questions)) == (50.0, 20.0, 8)
     perplexity = score_of(found, "p", "word_perplexity")
     assert perplexity == Score(80.0, None, {}), "shown as it is"
-    with pytest.raises(EvaluationError, match="one of acc"):
+    with pytest.raises(SentenceError, match="one of acc"):
         score_of(found, "g", "f1")
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from filelock import FileLock
 
 from simreg_megatron import cli
 from simreg_megatron.tools import prepare_data, text_sources
@@ -179,6 +180,12 @@ def test_what_is_no_text_is_refused_in_one_sentence(tmp_path: Path, name: str, c
     with pytest.raises(DataError, match=sentence):
         prepare([str(tmp_path)], out, tokenizer=MODEL)
     assert not out.exists(), "there is nothing to go on from"
+
+
+def test_one_process_prepares_a_set(tmp_path: Path) -> None:
+    (tmp_path / "out/cache").mkdir(parents=True)
+    with FileLock(tmp_path / "out/cache/lock"), pytest.raises(DataError, match="another process prepares"):
+        prepare([str(FIXTURES)], tmp_path / "out", tokenizer=MODEL)
 
 
 def test_the_files_of_a_folder(tmp_path: Path) -> None:
