@@ -108,10 +108,17 @@ def newest_whole(folder: Path) -> int | None:
         # In the older format a rank may have yet to begin its file: there the tracker decides.
         is_later = known is not None and number > known
         legacy_unknown = is_later and not (checkpoint / "metadata.json").is_file()
+        # One that is older than the tracker is of a branch that was left: by --ckpt-step, or by another number in it.
+        if is_later and not legacy_unknown and _is_older(checkpoint / "metadata.json", folder / TRACKER):
+            continue
         lacks_sums = is_later and has_sums and not is_there(checkpoint / _SUMS)
         if is_whole(checkpoint) and not (legacy_unknown or lacks_sums):
             return number
     return None
+
+
+def _is_older(path: Path, other: Path) -> bool:
+    return path.stat().st_mtime_ns < other.stat().st_mtime_ns
 
 
 def size(folder: Path) -> int:

@@ -61,7 +61,8 @@ def _machine() -> str:
 def _born(pid: int) -> str:
     """Return when a process began, in ticks since the boot; empty if there is none."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]  # a zombie has ended, and a container may never reap it
     return ""
 
 

@@ -6,6 +6,7 @@ Values of variables whose names speak of secrets are left out, and masked in any
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -33,9 +34,10 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     job = environ.get("SLURM_JOB_ID")
     folder = plan.output / "record" / (f"{stamp}-{job}" if job else stamp)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "command.txt").write_text(masked(shlex.join([sys.executable, *sys.argv])) + "\n")
-    (folder / "flags.txt").write_text("".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
-    (folder / "environment.txt").write_text("".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))
+    write_text = functools.partial(Path.write_text, errors="surrogateescape")  # of words that are no UTF-8
+    write_text(folder / "command.txt", masked(shlex.join([sys.executable, *sys.argv])) + "\n")
+    write_text(folder / "flags.txt", "".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
+    write_text(folder / "environment.txt", "".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))
     found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
     packages = {name: found[name] for name in sorted(filter(None, found))}
     of_source = {"script": str(plan.script), "packages": packages, "git": _run([*_GIT, "rev-parse", "HEAD"])}

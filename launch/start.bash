@@ -108,7 +108,7 @@ fill_torchrun() {
 
 # Several nodes that know no address would wait for each other for ever.
 demand_address() {
-  if given --nnodes && ! given --master-addr && ! given --rdzv && ! given --standalone && [[ " ${TORCHRUN[*]} " != *" --nnodes=1 "* ]]; then
+  if given --nnodes && ! given --master-addr && ! given --rdzv-endpoint && ! given --standalone && [[ " ${TORCHRUN[*]} " != *" --nnodes=1 "* ]]; then
     echo "error: several nodes need the address of the first: give --master-addr HOST and each its --node-rank," \
       "or --rdzv-backend c10d --rdzv-endpoint HOST:PORT" >&2
     exit 2

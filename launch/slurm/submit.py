@@ -12,6 +12,7 @@ import importlib.util
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -167,7 +168,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
     if {"-h", "--help"} & set(argv[:1]):
         make_submit_parser().parse_args(["--help"])
     for place, word in enumerate(argv):
-        if match := re.search(r"pretrain_(llama|mixtral|hybrid)\.sh$", word):
+        if match := re.fullmatch(r"(?:.*/)?pretrain_(llama|mixtral|hybrid)\.sh", word):
             return list(argv[:place]), match[1], list(argv[place + 1 :])
     raise LaunchError(
         "name what to run: launch/pretrain_llama.sh, pretrain_mixtral.sh or pretrain_hybrid.sh, then its options"
@@ -226,9 +227,9 @@ def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
 
 
 def _submit(job: Job, text: str) -> None:
-    running = _run(["squeue", "--noheader", "--me", "--name", job.name, "--format", "%i %T"])
-    if running:
-        raise LaunchError(f"this run is in the queue already ({running.splitlines()[0]}): scancel it first")
+    queue = _run(["squeue", "--noheader", "--me", "--format", "%i %T %j"])  # its --name takes a comma for a list
+    if running := [line for line in queue.splitlines() if line.endswith(f" {job.name}")]:
+        raise LaunchError(f"this run is in the queue already ({running[0]}): scancel it first")
     folder = job.output / "slurm"
     path = folder / "job.sbatch"
     try:
@@ -239,15 +240,18 @@ def _submit(job: Job, text: str) -> None:
             file.write(text)  # for this user only: the settings of a cluster may hold a key
     except OSError as error:
         raise LaunchError(f"{error.filename} cannot be written ({error.strerror}): give another --output") from None
-    number = _run(["sbatch", "--parsable", str(path)]).partition(";")[0]
+    # On the command line as well: a variable such as SBATCH_TIMELIMIT would replace what the script's head says.
+    head = [shlex.split(line)[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
+    number = _run(["sbatch", "--parsable", *head, str(path)]).partition(";")[0]
     print(f"submitted {job.name} as job {number}, at most {job.slices} slices of {job.time} on {job.nodes} nodes")
     print(f"  logs   {folder}/{number}_*.log")
     print(f"  stop   touch {job.output / STOP}   (saves first)      scancel {number}   (at once)")
 
 
 def _run(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, check=True, text=True, capture_output=True).stdout.strip()
+    own = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+    try:  # without the variables of an allocation that this may be typed in
+        return subprocess.run(command, check=True, text=True, capture_output=True, env=own).stdout.strip()
     except FileNotFoundError:
         raise LaunchError(f"{command[0]} is not on this machine: submit from a login node of the cluster") from None
     except subprocess.CalledProcessError as error:

@@ -88,10 +88,19 @@ def test_a_tracker_that_is_behind_or_damaged_is_corrected(text: str, tmp_path: P
     for iteration in (10, 20):
         make(tmp_path, iteration)
     track(tmp_path, text)
+    os.utime(tmp_path / TRACKER, (0, 0))  # a save ends with the tracker, and 20 has ended none
     (said,) = repair(tmp_path)
     assert said.endswith("it names 20, the newest complete checkpoint")
     assert (tmp_path / TRACKER).read_text() == "20"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+
+
+def test_a_branch_that_was_left_stays_left(tmp_path: Path) -> None:
+    """Back to 10, by --ckpt-step or by hand: Megatron wrote the tracker after 20 was finished."""
+    for iteration in (10, 20):
+        os.utime(make(tmp_path, iteration) / "metadata.json", (1, 1))
+    track(tmp_path, "10")
+    assert newest_whole(tmp_path) == 10 and repair(tmp_path) == [] and iterations(tmp_path) == [10, 20]
 
 
 def test_nothing_whole_is_a_new_beginning(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_dry_run_prints_what_sbatch_is_given(data: list[str], tmp_path: Path) ->
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "squeue").write_text("#!/bin/sh\n")
-    (programs / "sbatch").write_text(f'#!/bin/sh\ncp "$2" {tmp_path}/given\necho 17\n')
+    (programs / "sbatch").write_text(f'#!/bin/sh\nfor last; do :; done; cp "$last" {tmp_path}/given\necho 17\n')
     for program in programs.iterdir():
         program.chmod(0o755)
     site = site_file(tmp_path, CPU_SITE)
