@@ -43,7 +43,9 @@ def main() -> int:
     )
     report.add_argument("folder", type=Path, help="the --output folder of `run`")
     report.set_defaults(work=_report)
-    keep = commands.add_parser("keep", help="copy complete experiments to benchmarks/results, renew docs/evidence.md")
+    keep = commands.add_parser(
+        "keep", help="copy complete experiments to benchmarks/results, renew the tables of docs/evidence.md"
+    )
     keep.add_argument("folder", type=Path, nargs="?", help="the --output folder of `run`; none renews the page alone")
     keep.set_defaults(work=_keep)
     stacked = commands.add_parser("stacked", help="train many small models at once on one GPU, and report")
@@ -100,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
             print(f"error: a run failed, its log is {store.folder_of(run) / 'log.txt'}", file=sys.stderr)
         failed += len(failures)
         if not failures and not options.quick:
-            _tell(plan.name, tables | read_tables(options.output))
+            _tell(plan.name, _with_kept_searches(tables | read_tables(options.output)))
     return 1 if failed else 0
 
 
@@ -135,11 +137,17 @@ def _tell(name: str, tables: dict[str, Table]) -> list[analyse.Verdict]:
     return verdicts
 
 
+def _with_kept_searches(tables: dict[str, Table]) -> dict[str, Table]:
+    """Add the kept table of each search that a plan takes its settings from, where the folder has none."""
+    lacking = {table.plan.tuned_in for table in tables.values() if table.plan.tuned_in} - tables.keys()
+    return tables | {name: read_table(KEPT, name) for name in lacking}
+
+
 def _report(options: argparse.Namespace) -> int:
     tables = read_tables(options.folder)
     verdicts = []
     for name, table in tables.items():
-        verdicts += _tell(name, tables)
+        verdicts += _tell(name, _with_kept_searches(tables))
         figures.draw(table).savefig(options.folder / f"{name}.png")
     words = Counter(verdict.word for verdict in verdicts)
     sure = len(pages.surest(verdicts))
@@ -150,11 +158,12 @@ def _report(options: argparse.Namespace) -> int:
 
 def _keep(options: argparse.Namespace) -> int:
     tables = read_tables(options.folder) if options.folder else {}
+    known = _with_kept_searches(tables)
     for name, table in tables.items():
-        found = list(analyse.problems(name, tables))
+        found = list(analyse.problems(name, known))
         place = KEPT / "unfinished" if found else KEPT
         place.mkdir(exist_ok=True)
-        settings = settings_of(table.plan, tables)
+        settings = settings_of(table.plan, known)
         entries = {entry.run.digest[:16]: entry for entry in entries_of(table.plan, table.rows[0]["data"], settings)}
         results = []
         for row in table.rows:

@@ -78,7 +78,8 @@ def open_dataset(name: str) -> Dataset:
     folder = (ROOT / "data" / name if name in ("builtin", "large") else Path(name)).resolve()
     files = [folder / file for file in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")]
     if missing := [file for file in files if not file.is_file()]:
-        raise ResearchError(f"{missing[0]} is missing: `python -m research.corpus --out data/large` makes data/large")
+        hint = "`python -m research.corpus --out data/large` makes it" if name == "large" else "see docs/evidence.md"
+        raise ResearchError(f"{missing[0]} is missing: {hint}")
     hashes = {file.name: sha256(file) for file in files}
     tokens = read_tokens(folder / "valid")
     pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))

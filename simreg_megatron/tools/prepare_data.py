@@ -46,7 +46,7 @@ def add_command(commands: Any) -> None:
     add("--key", default="text", help="the key or column that has the text (default: text)")
     add("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
     add("--valid-share", type=float, help="without --valid: share of the documents (default: 0.005)")
-    add("--tokens", type=_count, help="upper bound of training tokens, such as 20B or 500M")
+    add("--tokens", type=_count, help="training tokens, such as 20B or 500M: ends with the document that reaches them")
     add("--valid-tokens", type=_count, help="the same for the --valid sources")
     add("--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     parser.set_defaults(run=run)

@@ -28,6 +28,7 @@ NOT_RUN = {
         "docs/existing-pipeline.md",
         "from megatron.bridge",
     ): "needs Megatron-Bridge, which make test-te has; tests/megatron runs the callback's protocol",
+    ("docs/existing-pipeline.md", "from examples.heatmap"): "needs files of the probe; the demo draws its own this way",
     ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it with stand-ins for ms-swift",
     ("docs/ecosystem.md", "# my_configs.py"): "needs torchtitan; test_titan.py trains with such a config",
     ("docs/ecosystem.md", "# simreg_in_automodel.py"): "needs Automodel, and test_ecosystem.py runs it with it",
