@@ -16,8 +16,6 @@ from benchmarks.records import ROOT, Record
 from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
 from tests.helpers import jobs
 
-TRAIN = "benchmarks/train.py"
-
 
 def add_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="PREFIX", help="tokenized text: PREFIX.bin and .idx (default: the built-in)")
@@ -48,9 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_text(parser)
 
 
-def surroundings(options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def surroundings(options: argparse.Namespace) -> dict[str, Any]:
     threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    return records.surroundings(threads=threads, model=options.model, flags=shlex.join(options.flags), **more)
+    return records.surroundings(threads=threads, model=options.model, flags=shlex.join(options.flags))
 
 
 def chosen(kinds: dict[str, tuple[str, ...]], words: str) -> dict[str, tuple[str, ...]]:
@@ -77,21 +75,20 @@ def options_of(lines: Sequence[Record]) -> str:
     return f"{'' if model == 'tiny' else f' --model {model}'}{f' --flags={shlex.quote(flags)}' if flags else ''}"
 
 
-def run(script: str, words: Iterable[object], seconds: float = math.inf, **environment: str) -> str:
-    """Run a script of the repository in this process's environment plus what is given, and return its output.
+def run(words: Iterable[object], seconds: float = math.inf, **environment: str) -> None:
+    """Run benchmarks/train.py in this process's environment plus what is given.
 
     Args:
-        seconds: time after which the run is killed, which is no error; the output is then empty.
+        seconds: time after which the run is killed, which is no error.
 
     Raises:
         SystemExit: it ended with another status than 0.
     """
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    command = [str(word) for word in (*torchrun, script, *words)]
+    command = [str(word) for word in (*torchrun, "benchmarks/train.py", *words)]
     try:
         done = jobs.run(command, cwd=ROOT, env={**os.environ, **environment}, merged=True, timeout=seconds)
     except jobs.HungError:
-        return ""
+        return
     if done.returncode:
         raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-8000:]}")
-    return done.stdout

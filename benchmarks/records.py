@@ -43,7 +43,7 @@ def _commit() -> str:
         return "unknown"
 
 
-def add_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+def add_options(parser: argparse.ArgumentParser, default: Path) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.csv", default=default, help=f"keep the lines here (default: {default})"
     )

@@ -33,13 +33,25 @@ KINDS = {
     "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
 }
 WINDOW = 2 * LOG_INTERVAL
-MEASURES = {  # column, and which steps of a window count: log steps measure the geometry, too
+Counts = Callable[[int], Any]  # whether a step counts
+
+
+def _has_no_log(step: int) -> Any:
+    """Log steps measure the geometry, too."""
+    return (step + 1) % LOG_INTERVAL
+
+
+MEASURES: dict[str, tuple[str, Counts]] = {  # column, and the steps of a window that count
     "time on the wall": ("seconds", lambda step: True),
-    "time on the wall of steps without a log line": ("seconds", lambda step: (step + 1) % LOG_INTERVAL),
-    "of these, the second of each pair": ("seconds", lambda step: step % 2 and (step + 1) % LOG_INTERVAL),
+    "time on the wall of steps without a log line": ("seconds", _has_no_log),
     "processor time": ("processor_seconds", lambda step: True),
-    "processor time of steps without a log line": ("processor_seconds", lambda step: (step + 1) % LOG_INTERVAL),
+    "processor time of steps without a log line": ("processor_seconds", _has_no_log),
 }
+IN_PAIRS: dict[str, tuple[str, Counts]] = {
+    "time on the wall of steps without a log line, after one of their kind": (
+        "seconds", lambda step: step % 2 and _has_no_log(step)
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -72,14 +84,14 @@ def _train(options: argparse.Namespace, own: tuple[str, ...]) -> list[Record]:
             "--eval-iters", 1, "--eval-interval", 10 * options.steps, *launched.of_model(options.model), *own,
         )  # fmt: skip
         profile = {PROFILE: str(options.profile.resolve())} if options.profile else {}
-        launched.run(launched.TRAIN, words, options.seconds, **{TIMES: str(times)}, **profile)
+        launched.run(words, options.seconds, **{TIMES: str(times)}, **profile)
         with times.open(encoding="utf-8", newline="") as file:
             return [step for step in csv.DictReader(file) if int(step["step"]) >= WINDOW]
 
 
 def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {lines[0]['model']}. {records.described(lines)}."
-    has_pairs = lines[0]["plain"] == lines[1]["plain"]  # rows before 2026-11-28 have none
+    has_pairs = lines[0]["plain"] == lines[1]["plain"]  # in older rows single steps take turns
     turns = "pair of steps" if has_pairs else "step"
     yield f"In each run every other {turns} is plain Megatron's; windows of {WINDOW} steps."
     yield f"`python -m benchmarks.step_pairs{launched.options_of(lines)}`"
@@ -87,9 +99,7 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in dict.fromkeys(line["kind"] for line in lines):
-        for title, (column, counts) in MEASURES.items():
-            if "pair" in title and not has_pairs:
-                continue
+        for title, (column, counts) in (MEASURES | IN_PAIRS if has_pairs else MEASURES).items():
             plain, other = windows_of([line for line in lines if line["kind"] == name], column, counts)
             found = overhead(plain, other)
             yield (
@@ -98,9 +108,7 @@ def table(lines: list[Record]) -> Iterator[str]:
             )
 
 
-def windows_of(
-    lines: list[Record], column: str, counts: Callable[[int], Any]
-) -> tuple[list[list[float]], list[list[float]]]:
+def windows_of(lines: list[Record], column: str, counts: Counts) -> tuple[list[list[float]], list[list[float]]]:
     """For each whole window the mean in ms of the steps that count, by kind: of plain Megatron, and with SimReg."""
     found: tuple[list[list[float]], list[list[float]]] = ([], [])
     for first in range(0, len(lines) - WINDOW + 1, WINDOW):

@@ -105,20 +105,15 @@ def newest_whole(folder: Path) -> int | None:
         checkpoint = path_of(folder, number)
         if number == known and not is_torn(checkpoint):
             return number
-        # In the older format a rank may have yet to begin its file: there the tracker decides.
-        is_later = known is not None and number > known
-        legacy_unknown = is_later and not (checkpoint / "metadata.json").is_file()
-        # One that is older than the tracker is of a branch that was left: by --ckpt-step, or by another number in it.
-        if is_later and not legacy_unknown and _is_older(checkpoint / "metadata.json", folder / TRACKER):
+        is_later, metadata = known is not None and number > known, checkpoint / "metadata.json"
+        # In the older format, without metadata, a rank may have yet to begin its file: there the tracker decides. It
+        # decides too where it is newer: the run went back, by --ckpt-step or by another number in the tracker.
+        if is_later and not (metadata.is_file() and metadata.stat().st_mtime >= (folder / TRACKER).stat().st_mtime):
             continue
         lacks_sums = is_later and has_sums and not is_there(checkpoint / _SUMS)
-        if is_whole(checkpoint) and not (legacy_unknown or lacks_sums):
+        if is_whole(checkpoint) and not lacks_sums:
             return number
     return None
-
-
-def _is_older(path: Path, other: Path) -> bool:
-    return path.stat().st_mtime_ns < other.stat().st_mtime_ns
 
 
 def size(folder: Path) -> int:

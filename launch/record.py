@@ -34,7 +34,7 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     job = environ.get("SLURM_JOB_ID")
     folder = plan.output / "record" / (f"{stamp}-{job}" if job else stamp)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text = functools.partial(Path.write_text, errors="surrogateescape")  # of words that are no UTF-8
+    write_text = functools.partial(Path.write_text, errors="surrogateescape")  # names and paths may be no UTF-8
     write_text(folder / "command.txt", masked(shlex.join([sys.executable, *sys.argv])) + "\n")
     write_text(folder / "flags.txt", "".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
     write_text(folder / "environment.txt", "".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))

@@ -39,7 +39,7 @@ _PLACES = {  # these arguments say nothing of what was trained
     "consumed_valid_samples", "num_floating_point_operations_so_far", "exit_interval", "exit_on_missing_checkpoint",
 }  # fmt: skip
 _OTHER_SAMPLES = " (so the last evaluations read other samples: each goes on where the one before ended)"
-_OF_EVALUATION = {"eval_interval", "eval_iters", "global_batch_size", "seq_length", "train_iters"}  # of which samples
+_OF_EVALUATION = {"eval_interval", "eval_iters", "global_batch_size", "seq_length", "train_iters"}
 
 
 def add_command(commands: Any) -> None:

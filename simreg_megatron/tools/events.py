@@ -108,7 +108,7 @@ def _by_step(events: Mapping[str, Iterable[Any]], has_test_set: bool) -> dict[st
     restarts = [(after.wall_time, after.step) for before, after in logged if after.step <= before.step]
     found = {}
     for tag, of_tag in in_order.items():
-        if has_test_set and "validation" in tag and len({event.step for event in of_tag[-2:]}) < len(of_tag[-2:]):
+        if has_test_set and "validation" in tag and of_tag[-1].step in [event.step for event in of_tag[-2:-1]]:
             of_tag = of_tag[:-1]
         left = {
             event.step: event.value
