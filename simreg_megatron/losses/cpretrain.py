@@ -20,7 +20,7 @@ from simreg_megatron.losses._anchored import (
 )
 from simreg_megatron.losses._chunks import Block, checked, label_pairs
 from simreg_megatron.losses._sequences import sequence_losses, whole_sequences
-from simreg_megatron.objectives.cpretrain import LARGEST_SCALE
+from simreg_megatron.objectives.rivals import LARGEST_SCALE
 
 SAME_LABEL = ("masked", "kept")
 LEVELS = ("token", "sequence")

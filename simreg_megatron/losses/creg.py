@@ -19,7 +19,7 @@ from simreg_megatron.losses._anchored import (
 )
 from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.objectives.creg import PER_PAIR_TOKENS
+from simreg_megatron.objectives.rivals import PER_PAIR_TOKENS
 
 FORMS = ("per_positive", "per_pair", "supcon_out")
 SELF = ("never", "always")

@@ -14,27 +14,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
-from simreg_megatron.objectives.cpretrain import CPRETRAIN
-from simreg_megatron.objectives.creg import CREG
-from simreg_megatron.objectives.dispersion import DISPERSION
-from simreg_megatron.objectives.head import PREFIXES_CE, Z_LOSS
-from simreg_megatron.objectives.mic import MIC
 from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar
-from simreg_megatron.objectives.sce import SCE
-from simreg_megatron.objectives.sigmoid import SIGMOID
-from simreg_megatron.objectives.sigreg import SIGREG
-from simreg_megatron.objectives.simcse import SIMCSE
+from simreg_megatron.objectives.rivals import RIVALS
 from simreg_megatron.objectives.simreg import NONE, PLACEBO, SIMREG
 
 __all__ = ["BUILT_IN", "GROUP", "Felt", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
 GROUP = "simreg_megatron.objectives"
-BUILT_IN = {
-    each.name: each
-    for each in (
-        SIMREG, SIMCSE, CPRETRAIN, CREG, SCE, SIGREG, SIGMOID, MIC, DISPERSION, PREFIXES_CE, Z_LOSS, PLACEBO, NONE,
-    )
-}  # fmt: skip
+BUILT_IN = {each.name: each for each in (SIMREG, *RIVALS, PLACEBO, NONE)}
 
 
 @functools.cache
