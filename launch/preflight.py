@@ -165,7 +165,7 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
 
 def suggestion(name: str, known: Sequence[str]) -> str:
     """Name the flag that was probably meant by an unknown one."""
-    from simreg_megatron.config.spelling import MEANT
+    from simreg_megatron.config.flags import MEANT
 
     word = name.removeprefix("--")
     ours = {each: f"--simreg-{each}" for each in ("lambda", "temperature", "chunk-size", "objective")}

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from simreg_megatron.cpu.errors import CpuBackendError
+from simreg_megatron.cpu import CpuBackendError
 
 
 def adapt(attention: type) -> None:

@@ -16,9 +16,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from simreg_megatron.cpu import gloo_threads, stand_ins
+from simreg_megatron.cpu import CpuBackendError, gloo_threads, stand_ins
 from simreg_megatron.cpu.adaptations import adapt_megatron
-from simreg_megatron.cpu.errors import CpuBackendError
 
 MEGATRON_FLAGS = (
     "--transformer-impl", "local",

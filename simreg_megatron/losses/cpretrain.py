@@ -19,7 +19,7 @@ from simreg_megatron.losses._anchored import (
     spread,
 )
 from simreg_megatron.losses._chunks import Block, checked, label_pairs
-from simreg_megatron.losses._sequences import sequence_losses, whole_sequences
+from simreg_megatron.losses.simcse import sequence_losses, whole_sequences
 from simreg_megatron.objectives.rivals import LARGEST_SCALE
 
 SAME_LABEL = ("masked", "kept")

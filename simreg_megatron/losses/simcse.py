@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimCSE: a baseline on whole sequences, which does not look at labels. Shapes: b sequences, n tokens, d features."""
+"""SimCSE, a baseline without labels, and what it shares with others that compare whole sequences.
+
+Two views of each sequence, and a softmax over those of the others. Everything is a sum over tokens until the last step,
+so that ranks which share a sequence can add theirs up.
+
+Shapes: b sequences of this rank, s sequences that they are compared with (b, or those of all data-parallel ranks), n
+tokens, d features.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, check_temperature
 from simreg_megatron.losses._chunks import checked
-from simreg_megatron.losses._sequences import POOLINGS, VIEWS, sequence_losses, whole_sequences
+from simreg_megatron.losses.similarity import unit_rows
+
+VIEWS = ("halves", "dropout")
+POOLINGS = ("mean", "last")
+DROPOUT = 0.1
 
 
 def simcse_loss(
@@ -45,3 +61,102 @@ def simcse_loss(
     first, second, takes_part = whole_sequences(embeddings, labels, usable, view=view, pooling=pooling)
     losses = sequence_losses(first, second, takes_part, takes_part, 0, temperature)
     return losses.sum() / takes_part.sum().clamp(min=1)
+
+
+class Pooled(NamedTuple):
+    """Sums over two parts of each sequence; those of ranks add up, and so do counts and fingerprints."""
+
+    sums: Tensor  # [b, 2, d]
+    counts: Tensor  # [b, 2]
+    fingerprints: Tensor  # int64 [b]: of the labels, the same in every layout
+
+
+def last_positions(usable: Tensor, positions: Tensor, in_second: Tensor) -> Tensor:
+    """The last position with a usable token in either part, [b, 2]; -1 where there is none. Of ranks: the maximum."""
+    parts = torch.stack([~in_second, in_second])
+    return torch.where(usable.unsqueeze(1) & parts, positions, -1).amax(dim=-1)
+
+
+def pooled(
+    embeddings: Tensor, labels: Tensor, usable: Tensor, positions: Tensor, in_second: Tensor, last: Tensor | None
+) -> Pooled:
+    """Sum up the usable tokens of each part.
+
+    Args:
+        embeddings: [b, n, d], some or all tokens of the sequences.
+        labels, usable: [b, n].
+        positions: int64 [n], on the sequence.
+        in_second: bool [n], which tokens belong to the second part.
+        last: [b, 2] from `last_positions`, to take that token alone; None takes all.
+    """
+    members = usable.unsqueeze(1) & torch.stack([~in_second, in_second])
+    if last is not None:
+        members = members & (positions == last.unsqueeze(-1))
+    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
+    with no_autocast(embeddings.device.type):
+        sums = product(members.to(rows.dtype), rows)
+    mixed = _mixed(labels.long() + (positions << 32))
+    return Pooled(sums, members.sum(dim=-1), torch.where(usable, mixed, 0).sum(dim=-1))
+
+
+def two_views(given: Pooled, view: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Both views [b, d] of each sequence, and which sequences have them: bool [b].
+
+    "halves": the means of the two parts. "dropout": the mean of the first part (the whole sequence) under two masks,
+    drawn from the sequence itself, so that they are the same in every layout and no generator is touched.
+    """
+    counts = given.counts if view == "halves" else given.counts[:, :1]
+    sums = given.sums if view == "halves" else given.sums[:, :1]
+    takes_part = (counts > 0).all(dim=-1) & (sums.detach() != 0).any(dim=-1).all(dim=-1)
+    means = torch.where(takes_part[:, None, None], sums / counts.clamp(min=1).unsqueeze(-1), 1.0)
+    if view == "dropout":
+        means = means * _dropout_masks(given.fingerprints, means.shape[-1]).to(means.dtype)
+        takes_part = takes_part & (means.detach() != 0).any(dim=-1).all(dim=-1)  # of few features, all may be dropped
+        means = torch.where(takes_part[:, None, None], means, 1.0)
+    first, second = means.unbind(dim=1)
+    return first, second, takes_part
+
+
+def sequence_losses(
+    own: Tensor, others: Tensor, takes_part: Tensor, others_take_part: Tensor, place: int, temperature: float | Tensor
+) -> Tensor:
+    """-log softmax_j( cos(own_i, others_j) / tau ) at j = place + i, [b]; 0 where a sequence does not take part."""
+    with no_autocast(own.device.type):
+        logits = product(unit_rows(own), unit_rows(others).mT) / temperature
+    nothing = torch.finfo(logits.dtype).min / 4
+    # log(1 + sum over the others), so that a loss below the rounding of the logits is not lost; a NaN stays one.
+    itself = logits.diagonal(place)
+    others = (logits - itself.unsqueeze(-1)).masked_fill(~others_take_part, nothing)
+    others = others.diagonal_scatter(itself.detach() * 0.0 + nothing, place)
+    return torch.where(takes_part, -F.logsigmoid(-others.logsumexp(dim=-1)), 0.0)
+
+
+def whole_sequences(
+    embeddings: Tensor, labels: Tensor, usable: Tensor, *, view: str, pooling: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`two_views` where every sequence is here."""
+    positions = torch.arange(embeddings.shape[1], device=embeddings.device)
+    in_second = positions >= first_part(embeddings.shape[1], view)
+    last = last_positions(usable, positions, in_second) if pooling == "last" else None
+    return two_views(pooled(embeddings, labels, usable, positions, in_second, last), view)
+
+
+def first_part(length: int, view: str) -> int:
+    """Return the number of tokens in the first part of a sequence."""
+    return (length + 1) // 2 if view == "halves" else length
+
+
+def _dropout_masks(fingerprints: Tensor, width: int) -> Tensor:
+    """Draw two masks for each sequence, [b, 2, d]: 0 with probability DROPOUT, else 1 / (1 - DROPOUT)."""
+    numbers = torch.arange(2 * width, device=fingerprints.device).view(2, width)
+    mixed = _mixed(_mixed(fingerprints)[:, None, None] + numbers)
+    uniform = ((mixed >> 20) & 0xFFFFFF).double() / 2**24
+    return (uniform >= DROPOUT) / (1 - DROPOUT)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Hash each int64 to one that looks random (the finalizer of MurmurHash3; products wrap around)."""
+    for factor in (-49064778989728563, -4265267296055464877):
+        numbers = (numbers ^ ((numbers >> 33) & 0x7FFFFFFF)) * factor
+    return numbers ^ ((numbers >> 33) & 0x7FFFFFFF)

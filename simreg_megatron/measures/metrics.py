@@ -19,9 +19,8 @@ from simreg_megatron.geometry import norm_table
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.measures import naming, slots
 from simreg_megatron.notices import log_once
-from simreg_megatron.parallel.quantiles import quantiles_over
-from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.every_kth import EveryKth
+from simreg_megatron.parallel.collectives import quantiles_over
+from simreg_megatron.parallel.shard import EveryKth, SequenceShard
 from simreg_megatron.sharded.pairs import View
 from simreg_megatron.weights.heads import has_whole_head, margins
 from simreg_megatron.weights.learnable import as_logged

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiable steps between ranks; each says what its backward does.
+"""Differentiable steps between ranks, each of which says what its backward does; and `add_gradient`, for a loss.
 
 All sum gradients in float32 (or wider) and in an order that does not depend on timing, so that replicas of a
 parameter receive the same bits on every rank.
@@ -146,3 +146,52 @@ def gather_tokens(per_token_SB: Tensor, order: tuple[Run, ...], group: dist.Proc
 def _taken(rows: Tensor, ranges: Sequence[Run]) -> Tensor:
     """The row ranges, one after the other, contiguous."""
     return torch.cat([rows[first:last] for first, last in ranges]) if ranges else rows[:0].contiguous()
+
+
+@torch.no_grad()
+def quantiles_over(values: Tensor, shares: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The smallest of all ranks' numbers [n] that at least a share of them does not exceed, of each share [q].
+
+    NaN are left out, and it is NaN where nothing is left. A collective over the groups, one after the other; ranks may
+    hold unequal numbers of them. Waits for the device.
+    """
+    for group in groups:
+        most = torch.tensor(len(values), device=values.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        padding = values.new_full((int(most) - len(values),), torch.nan)
+        values = gather(torch.cat([values, padding]), group)
+    ordered = values[~values.isnan()].sort().values
+    if not len(ordered):
+        return values.new_full((len(shares),), torch.nan)
+    places = (len(ordered) * torch.tensor(shares, dtype=torch.float64) - 1e-9).ceil().long().clamp(min=1)
+    return ordered[places.to(values.device) - 1]
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, term: Tensor, weight: float | Tensor, start: int) -> Tensor:
+        ctx.columns, ctx.weight, ctx.dtype = slice(start, start + term.shape[1]), weight, term.dtype
+        # The same memory under another node. Not a view: autograd refuses to change one in place, and a loop may do
+        # that to its loss. It then finds what it would without SimReg, and nothing is copied.
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad,) = grads
+        return grad, grad[:, ctx.columns].to(ctx.dtype) * ctx.weight, None, None
+
+
+def add_gradient(loss_BS: Tensor, term_BS: Tensor, weight: float | Tensor = 1.0, *, start: int = 0) -> Tensor:
+    """Value of `loss`, gradient of `loss + weight * term`.
+
+    All that Megatron multiplies the per-token loss with afterwards (mask, 1/tokens, 1/micro-batches, context
+    parallel factor, fp16 loss scale) reaches the term in the same measure, while the logged loss, the NaN checks
+    and the rerun machine see the language-model loss alone.
+
+    Args:
+        loss_BS: per-token loss.
+        term_BS: per-token term; may cover only the columns `start : start + term_BS.shape[1]` of the loss.
+        weight: a number, or a tensor [] without a gradient.
+        start: first column of the loss that the term belongs to.
+    """
+    return _AddGradient.apply(loss_BS, term_BS, weight, start)

@@ -15,8 +15,8 @@ from simreg_megatron.config.flags import (
     config_from_args,
     refuse_idle_adagc,
     refuse_idle_settings,
+    refuse_unknown,
 )
-from simreg_megatron.config.spelling import refuse_unknown
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.notices import one_line
 

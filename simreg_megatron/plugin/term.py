@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.measures.metrics import Metrics
-from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.layers import InnerStates
 from simreg_megatron.plugin.refusals import OTHER_LOSS

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses._sequences import Pooled, first_part, last_positions, pooled, sequence_losses, two_views
 from simreg_megatron.losses.cpretrain import scaled
+from simreg_megatron.losses.simcse import Pooled, first_part, last_positions, pooled, sequence_losses, two_views
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.pairs import View

@@ -18,7 +18,7 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.measures import metrics, slots
 from simreg_megatron.measures.naming import QUANTILES, RIGHT_QUANTILES
-from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms

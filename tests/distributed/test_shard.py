@@ -17,7 +17,7 @@ from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.documents import EndTokens, PackedLengths

@@ -17,7 +17,7 @@ from simreg_megatron.geometry import (
     norm_table,
     pair_cosines,
 )
-from simreg_megatron.parallel.quantiles import quantiles_over
+from simreg_megatron.parallel.collectives import quantiles_over
 from tests.helpers.fixtures import fixture_f1, random_tokens
 
 

@@ -13,7 +13,7 @@ from simreg_megatron import SimRegConfig, geometry, notices
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
-from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.plugin import term
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import learnable
