@@ -26,7 +26,7 @@ _ENDLESS = 10**12  # iterations
 
 
 class ContractError(RuntimeError):
-    """This loop does not train with SimReg, or SimReg changes what it should not."""
+    """The loop does not train with SimReg, or SimReg changes what it should not."""
 
 
 class Found(NamedTuple):

@@ -92,7 +92,7 @@ _NO_LOOP = (
 
 
 def _place_of_megatron() -> str:
-    """Return which one an import finds: a source tree on PYTHONPATH comes before what is installed."""
+    """Return the folder of the Megatron that an import finds: a tree on PYTHONPATH comes before an installed one."""
     try:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -165,7 +165,7 @@ def _train_one_step() -> bool:
 
 
 def _apex_sentence() -> str:
-    """Tell NVIDIA's apex, which has optimizers, from the package of that name in the public index."""
+    """Distinguish NVIDIA's apex, which has optimizers, from the package of that name in the public index."""
     if importlib.util.find_spec("apex") is None:
         return "apex: not installed (optional; build NVIDIA's from github.com/NVIDIA/apex, never `pip install apex`)."
     if importlib.util.find_spec("apex.optimizers") is None or importlib.util.find_spec("apex.normalization") is None:

@@ -18,7 +18,7 @@ from simreg_megatron.losses._chunks import Block, Span, Stretch, by_sequence, ch
 from simreg_megatron.losses.roles import names_of, pair_counts
 
 AT_ONCE = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes that a measure of rows may take in log steps: enough for the micro-batches of our presets at once."""
+"""Bytes that measuring may take in a log step: enough for a whole micro-batch of the presets."""
 _WORKSPACE = {"cpu": 64 << 20, "cuda": 176 << 20}  # bytes that the pairs of one step may take
 _LOST = 512  # units of rounding, of the mean square: what variance equal tokens seem to have, with some room
 

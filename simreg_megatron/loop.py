@@ -92,5 +92,5 @@ def wrap_model(model_class: type) -> None:
 
 
 def settings() -> SimRegConfig:
-    """The settings of the SimReg that is installed in this process."""
+    """Return the settings of the SimReg that is installed in this process."""
     return installation.regularizer().config

@@ -9,7 +9,7 @@ _said: set[str] = set()
 
 
 def log_once(message: str) -> None:
-    """Say it once in a run, on the rank whose console Megatron's training log uses."""
+    """Log a message once in a run, on the rank whose console Megatron's training log uses."""
     if message in _said:
         return
     _said.add(message)
@@ -31,7 +31,7 @@ def say(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """A warning on the first rank."""
+    """Warn on the first rank."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -49,6 +49,6 @@ class SentenceError(ValueError):
 
 
 def one_line(text: object) -> str:
-    """`text` with ? for what ends a line, moves a cursor or cannot be encoded; the middle of a long one is left out."""
+    """Replace what ends a line, moves a cursor or cannot be encoded by ?, and leave out the middle of a long text."""
     line = "".join(letter if letter.isprintable() else "?" for letter in str(text))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - _TAIL]} ... {line[-_TAIL:]}"

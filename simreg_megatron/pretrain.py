@@ -46,7 +46,7 @@ _SPIKE = 10  # a loss this many times the largest one seen so far is reported by
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Train, validation and test sets as Megatron builds them, on the ranks that read data."""
+    """Build train, validation and test sets on the ranks that read data."""
     args = get_args()
     print_rank_0("> building train, validation and test datasets ...")
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -109,7 +109,7 @@ def _packs(args: Any) -> bool:
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]:
-    """This rank's part of the next micro-batch: read on tensor rank 0, broadcast, cut for context parallelism."""
+    """Return this rank's part of the next micro-batch, read on tensor rank 0, broadcast, cut over context ranks."""
     args = get_args()
     if not _needs_batch(vp_stage):
         return dict.fromkeys((*_BATCH, *_PACKING))
@@ -156,7 +156,7 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the unmasked losses, how many there are, and both for the log: Megatron divides, in its own modes."""
+    """Return the sum of the unmasked losses, their number, and both for the log: Megatron divides, in its own modes."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(per_token_loss.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -165,7 +165,7 @@ def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Te
 
 
 def _validate(loss: Tensor) -> None:
-    """Megatron's own checks of a micro-batch's loss, before data-parallel ranks are averaged."""
+    """Make Megatron's own checks of a micro-batch's loss, before data-parallel ranks are averaged."""
     args, machine = get_args(), get_rerun_state_machine()
     check = partial(machine.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
@@ -195,7 +195,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """Ranks of a pipeline that hold the word embeddings: Megatron keeps their copies equal."""
+    """Return the ranks of a pipeline that hold the word embeddings: Megatron keeps their copies equal."""
     args = get_args()
     further = get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args))
     last = [] if args.untie_embeddings_and_output_weights else pipeline_ranks[-1:]

@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 
 class _Places:
-    """Places in the vector, as a tensor: copied to the device only if they differ from those of the step before."""
+    """Indices as a tensor, copied to the device only if they differ from those of the step before."""
 
     def __init__(self) -> None:
         self._places: list[int] = []
@@ -135,7 +135,7 @@ class Clipping:
             self._undo.append(functools.partial(setattr, optimizer, name, before))
 
     def detach(self) -> None:
-        """Megatron clips again as it would without AdaGC."""
+        """Let Megatron clip as it would without AdaGC."""
         while self._undo:
             self._undo.pop()()
 
@@ -158,8 +158,8 @@ class Clipping:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers by parameter name: what any layout can read. Before `attach`, those of the checkpoint that was
-        loaded: a run that only converts one saves before it has an optimizer."""
+        """Return numbers by parameter name, which any layout can read; before `attach`, those of the loaded checkpoint,
+        as a run that only converts one saves before it has an optimizer."""
         if self._adagc is None:
             return self._loaded or {}
         names = ["global"] if self.config.variant == "global" else self._names

@@ -56,7 +56,7 @@ class Member(NamedTuple):
 
 
 def named_parameters(models: list[Any]) -> Iterator[Named]:
-    """The parameters of this rank's pipeline stages that are trained.
+    """List the trained parameters of this rank's pipeline stages.
 
     Args:
         models: without Megatron's wrappers around them.
@@ -115,7 +115,7 @@ def _whole(name: str, parameter: Any, *, is_cut: bool) -> int:
 
 
 def _counted_experts(name: str, config: Any) -> str:
-    """The name with the expert's number over all expert-parallel ranks."""
+    """Return the name with the expert's number over all expert-parallel ranks."""
     from megatron.core import parallel_state
 
     if _ALL_EXPERTS.search(name):
@@ -151,7 +151,7 @@ def refuse_hidden(optimizer: Any, args: Any) -> None:
 
 
 def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
-    """The optimizers of a chain, and of the chains in it: Muon's layer-wise optimizer is one."""
+    """List the optimizers of a chain, and of the chains in it: Muon's layer-wise optimizer is one."""
     if not hasattr(optimizer, "chained_optimizers"):
         yield Member(optimizer, alone)
         return
@@ -162,7 +162,7 @@ def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
 
 
 def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
-    """Everything that a member steps on here.
+    """List the tensors that a member steps on, on this rank.
 
     Raises:
         NotImplementedError: an optimizer of another kind.
@@ -190,7 +190,7 @@ def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
 
 
 def gradient_of(tensor: Any) -> Tensor | None:
-    """The finished gradient of what is stepped on; the precision-aware optimizer keeps it in another place."""
+    """Return the finished gradient of such a tensor; the precision-aware optimizer keeps it in another place."""
     decoupled = getattr(tensor, "decoupled_grad", None)
     return tensor.grad if decoupled is None else decoupled
 

@@ -19,7 +19,7 @@ MEANT = {
     "weight": "--simreg-lambda", "tau": "--simreg-temperature", "chunk": "--simreg-chunk-size",
     "loss": "--simreg-objective",
 }  # fmt: skip
-"""Names that others use for our flags, without their dashes."""
+"""Names under which other programs have these flags, without dashes."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def refuse_idle_settings(config: SimRegConfig) -> None:
 
 
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
-    """The settings of AdaGC, or None where it is off. Its global norm is --clip-grad's, where that clips at all."""
+    """Return the settings of AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all."""
     if not getattr(args, "adagc", None):
         return None
     given = {flag.field: getattr(args, flag.dest, None) for flag in OF_ADAGC}
@@ -146,7 +146,7 @@ def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
 
 
 def adagc_differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """The same of AdaGC's settings."""
+    """Return the same lines for AdaGC's settings."""
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
     before, now = (adagc_from_args(given) for given in (checkpoint_args, args))
@@ -167,7 +167,7 @@ def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> l
 
 
 def refuse_unknown(words: Iterable[str], known: Iterable[str]) -> None:
-    """Also where a script lets Megatron pass over what it does not know.
+    """Refuse misspelled flags of ours, also if a script lets Megatron ignore unknown ones.
 
     Args:
         words: that no flag took.

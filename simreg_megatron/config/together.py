@@ -19,7 +19,7 @@ _OWN = ("objective", "objective_options", "temperature", "lambda_")  # of each o
 
 
 def checked_together(settings: Settings, defaults: Settings) -> Pairs:
-    """The options of all parts; what they were given and no part knows is refused."""
+    """Return the options of all parts; an option that no part knows is refused."""
     if settings["lambda_"] != 0:
         raise ValueError(
             f"SimReg lambda {settings['lambda_']} has no effect when each objective has its own weight: "
@@ -48,7 +48,7 @@ def checked_together(settings: Settings, defaults: Settings) -> Pairs:
 
 
 def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, Any]]:
-    """The settings of each objective: its weight as its lambda, and of what was given that which it knows."""
+    """Return the settings of each objective: its weight as its lambda, and those of the given options that it knows."""
     weights = _weights(settings["objective"])
     options: dict[str, dict[str, object]] = {name: {} for name in weights}
     for word, value in words(settings["objective_options"]):
@@ -97,7 +97,7 @@ def _weights(text: str) -> dict[str, float | str]:
 
 
 def _shared_temperature(settings: Settings, objective: str, names: list[str]) -> float | None:
-    """The one temperature goes to SimReg, or to the only part that has one."""
+    """Decide which part the temperature belongs to: SimReg, or the only part that has one."""
     temperature: float | None = settings["temperature"]
     if temperature is None:
         return None

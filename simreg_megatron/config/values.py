@@ -22,14 +22,14 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
 
 
 def as_typed(value: object) -> str:
-    """A setting as one would give it: options as name=value, several of anything with commas."""
+    """Write a setting as one would type it: options as name=value, lists with commas."""
     if not isinstance(value, tuple):
         return str(value)
     return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
 
 
 def refuse_other_kinds(of: str, settings: Any) -> None:
-    """Raise where a field of the record holds what its annotation does not say: 2.5 steps, or the text of a YAML file.
+    """Raise if a field of the record has another type than its annotation: 2.5 steps, or the text of a YAML file.
 
     Numbers of numpy become Python's. Fields of several kinds have checks of their own.
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def adapt_megatron() -> None:
-    """Let them work on the CPU; imports Megatron."""
+    """Make these places work on the CPU; imports Megatron."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.utils as core_utils
@@ -40,7 +40,7 @@ def adapt_megatron() -> None:
 
 
 def _build_for_this_python(build: Callable[[], None]) -> None:
-    """Megatron's Makefile takes the first python3 and python3-config on the PATH, which may be another Python's."""
+    """Build with this Python: the Makefile takes the first python3 and python3-config on the PATH, maybe others."""
     before = dict(os.environ)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before.get("PATH", "")])
     os.environ["MAKEFLAGS"] = f"-- LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -57,14 +57,14 @@ def _build_for_this_python(build: Callable[[], None]) -> None:
 
 
 def _split_sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """All-to-all takes its split sizes as numbers; upstream converts them only if they come from a GPU."""
+    """Convert the split sizes of an all-to-all to numbers; Megatron does so only for tensors on a GPU."""
     import torch
 
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _allow_sequence_parallelism(norm_class: Any) -> None:
-    """torch's norms are right on a shard too: only their weights' gradients must be marked to be summed over ranks."""
+    """Allow torch's norms on a shard: they are right there, if their weights' gradients are marked to be summed."""
     make = norm_class.__new__
 
     def make_marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def _allow_sequence_parallelism(norm_class: Any) -> None:
 
 
 def _gather_tensors_of_unequal_sizes() -> None:
-    """NCCL does, and the layer-wise optimizer relies on it; gloo refuses, so each rank sends its own."""
+    """Gather as NCCL does, on which the layer-wise optimizer relies; gloo refuses, so each rank broadcasts its own."""
     import torch.distributed as dist
 
     all_gather = dist.all_gather

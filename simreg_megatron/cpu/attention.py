@@ -83,7 +83,7 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _context_group(attention: Any, packed_seq_params: Any) -> Any:
-    """The ranks that share these tokens, which may be the micro-batch's own; None for one rank."""
+    """Return the group of ranks that share these tokens, which may be the micro-batch's own; None for one rank."""
     group = getattr(packed_seq_params, "cp_group", None)
     if group is None:
         group = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on

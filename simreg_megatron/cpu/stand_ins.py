@@ -17,7 +17,7 @@ _MEMORY = 8 << 30  # what the stand-in device claims to have, in bytes; only log
 
 
 def replace(torch: Any) -> None:
-    """Replace them all."""
+    """Replace all of them."""
     _replace_device_queries(torch)
     _replace_streams(torch)
     _replace_random_state(torch)
@@ -138,7 +138,7 @@ def _replace_random_state(torch: Any) -> None:
 
 
 def _ranks_cut_weights() -> bool:
-    """Ranks with other pieces of a weight, or other experts, seed by their number, so as not to draw the same for them.
+    """Return whether ranks have other pieces of a weight, or other experts, and so seed by their number.
 
     Elsewhere one stream of numbers serves for both generators.
     """
@@ -150,7 +150,7 @@ def _ranks_cut_weights() -> bool:
 
 
 def _give_loaders_a_generator(torch: Any) -> None:
-    """A loader draws a seed when its reading begins: on a GPU's machine from another generator than dropout's.
+    """Give loaders a generator: they draw a seed when reading begins, with a GPU from another one than dropout's.
 
     Here both are one, and a resumed run, which begins to read after it has loaded its random state, would go on with
     other dropout than the run that was never stopped.
@@ -213,7 +213,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_meshes() -> None:
-    """torch's FSDP works on the CPU too, over a mesh that says so; Megatron asks for one of "cuda"."""
+    """Make meshes of "cpu" where Megatron asks for "cuda": torch's FSDP works over them."""
     from torch.distributed.device_mesh import DeviceMesh
 
     from_group = DeviceMesh.from_group

@@ -45,7 +45,7 @@ def form_named(impl: str) -> Form:
 
 
 def contrast_terms(tokens: Tokens, *, temperature: float, impl: str = "tiled") -> Tensor:
-    """log(1 + u_i) of every token [b, c, k], u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij.
+    """Compute log(1 + u_i) of every token [b, c, k], u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij.
 
     Args:
         tokens: float16, bfloat16, float32 or float64 rows; half precision is summed in float32, and never normalised

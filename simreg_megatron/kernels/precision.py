@@ -46,7 +46,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _allows_rounding() -> str | None:
-    """The setting that allows TensorFloat-32 in products, or None where nothing does.
+    """Return the name of the setting that allows TensorFloat-32 in products, or None if none does.
 
     Torch 2.9 gave it a new name, and raises wherever the old one is read (TunableOp does) while the two disagree. So
     the name that was used, by the program or its environment, is the one to change.
@@ -58,14 +58,14 @@ def _allows_rounding() -> str | None:
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Autocast would take the cosines to bfloat16: an error of 2e-3 is a factor of 1.2 at tau 0.01."""
+    """Switch autocast off: cosines in bfloat16 have an error of 2e-3, a factor of 1.2 at tau 0.01."""
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left right, forward and backward in full float32; shapes as `torch.matmul` takes them."""
+    """Multiply two matrices, forward and backward in full float32; shapes as `torch.matmul` takes them."""
     return _Product.apply(left, right)
 
 

@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = {"cpu": Limits(512, kept=16 << 20, work=12 << 20), "cuda": Limits(2048, kept=48 << 20, work=176 << 20)}
-"""A CPU is faster in memory that it has touched before. On a GPU 256 MiB is the limit, 32 for the numbers a token."""
+"""A CPU is faster in memory that it has touched before. On a GPU all of it is 256 MiB, 32 for the numbers a token."""
 _PAIR_MATRICES = 3
 
 Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
@@ -143,7 +143,7 @@ class _Chunks:
                 yield Tile(one, other, left, left if other == one else self.factor(other), place)
 
     def factor(self, span: Span) -> Tensor:
-        """f of some tokens [m, r, d], 0 where not usable, also for a row of NaN."""
+        """Compute f of some tokens [m, r, d]; 0 where not usable, also for a row of NaN."""
         rows, scale = self.rows[:, :, slice(*span)], self.scale[:, slice(*span), None]
         rows = torch.where(self._masked[:, slice(*span)].view(*rows.shape[:3], 1), 0.0, rows).flatten(0, 1)
         return rows.mul_(scale) if rows.dtype == scale.dtype else rows * scale  # which widens
@@ -158,14 +158,14 @@ class _Chunks:
         return of_rows, of_rows if tile.one == tile.other else both.sum(dim=-2)
 
     def weights(self, tile: Tile, pull: Tensor) -> Tensor:
-        """H_ij [m, r, s], from (a, -b) of all tokens [2, m, k]."""
+        """Compute H_ij [m, r, s] from (a, -b) of all tokens [2, m, k]."""
         both, buffer = self._matrices(tile, 1, 2), self._matrices(tile, 0, 1)[0]
         torch.add(pull[:, :, slice(*tile.one), None], pull[:, :, None, slice(*tile.other)], out=both)
         found = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
         return found.mul_(self._exponentials(tile, buffer) if tile.kept is None else tile.kept)
 
     def _exponentials(self, tile: Tile, into: Tensor) -> Tensor:
-        """P_ij [m, r, s], 0 for pairs that do not meet and for a token with itself.
+        """Compute P_ij [m, r, s]; 0 for pairs that do not meet and for a token with itself.
 
         Rows that are not usable count in a tile on the diagonal, whose columns are not summed.
         """
@@ -182,7 +182,7 @@ class _Chunks:
         return into
 
     def _differs(self, tile: Tile, into: Tensor) -> Tensor:
-        """1 where labels differ, 0 where they are equal, [m, r, s]."""
+        """Write 1 where labels differ and 0 where they are equal, [m, r, s]."""
         return torch.ne(self.names[:, slice(*tile.one), None], self.names[:, None, slice(*tile.other)], out=into)
 
     def _matrices(self, tile: Tile, first: int, count: int) -> Tensor:
@@ -191,7 +191,7 @@ class _Chunks:
 
 
 def pair_sums(given: Given, plan: Plan, steps: Sequence[Step], mirrored: Span, kept: Tensor) -> Tensor:
-    """Sums of P over positives and negatives, [2, b, c, k] float64, from the tiles in `steps`.
+    """Sum P over positives and negatives, [2, b, c, k] float64, from the tiles in `steps`.
 
     Args:
         mirrored: pairs off the diagonal count for their columns, too, where these are in this span.
@@ -238,7 +238,7 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
 
 
 class TorchForm(Form):
-    """The functions above, and what comes before and after them."""
+    """The form "tiled": calls the functions above."""
 
     def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
         given = _prepared(tokens, temperature)
@@ -289,7 +289,7 @@ class TorchForm(Form):
 
 
 def _prepared(tokens: Tokens, temperature: float) -> Given:
-    """Scale and names of the tokens; those whose row is exactly zero are not usable.
+    """Compute scale and names of the tokens; those whose row is exactly zero are not usable.
 
     The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent. It is
     NaN or 0 for a row that is not finite.
@@ -313,7 +313,7 @@ def _prepared(tokens: Tokens, temperature: float) -> Given:
 
 
 def token_names(labels: Tensor, usable: Tensor) -> Tensor:
-    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
+    """Replace labels [..., k] by small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
     signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
     known = torch.where(usable, signed, -1).contiguous()
     ranks = torch.searchsorted(known.sort(dim=-1).values, known)
@@ -321,7 +321,7 @@ def token_names(labels: Tensor, usable: Tensor) -> Tensor:
 
 
 def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:
-    """Chunks that are worked on together: several sequences, or several chunks of one."""
+    """Yield the chunks that are worked on together: several sequences, or several chunks of one."""
     num_sequences, num_chunks = rows.shape[:2]
     sequences, chunks = max(1, together // max(1, num_chunks)), min(together, max(1, num_chunks))
     for sequence in range(0, num_sequences, sequences):

@@ -65,7 +65,7 @@ def _names_and_norms(
     rows, labels, usable, chunks, stride_b, stride_c, stride_k, length, width, num_tokens, names, scale,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Label and 1 / |e| of each token; -1 and 1 where it is not usable or exactly zero."""
+    """Write label and 1 / |e| of each token; -1 and 1 if it is not usable or exactly zero."""
     token, features = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, FEATURES)
     inside, chunk = token < num_tokens, token // length
     at = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
@@ -83,14 +83,14 @@ def _names_and_norms(
 
 @triton.jit
 def _column_of(tile, guess):
-    """Column j of the tiles j (j + 1) / 2 ... on and above a diagonal, from a guess that is off by one at most."""
+    """Find column j of the tiles j (j + 1) / 2 ... on and above a diagonal, from a guess that is off by one at most."""
     guess -= (guess * (guess + 1) // 2 > tile).to(tl.int32)
     return guess + ((guess + 1) * (guess + 2) // 2 <= tile).to(tl.int32)
 
 
 @triton.jit
 def _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j):
-    """W from P."""
+    """Compute W from P."""
     found = tl.where(same, -(b_i[:, None] + b_j[None, :]), a_i[:, None] + a_j[None, :]) * exponentials
     return found * scale_i[:, None] * scale_j[None, :]
 
@@ -103,8 +103,8 @@ def _pairs(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, SMS: tl.constexpr, PER_SM: tl.constexpr, SIDE: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """P of a rectangle, to pairs [m, R, pitch]; sums over positives and negatives, to of_rows [2, m, tiles of columns,
-    R] and of_columns [2, m, tiles of rows, C].
+    """Write P of a rectangle to pairs [m, R, pitch], its sums over positives and negatives to of_rows [2, m, tiles of
+    columns, R] and of_columns [2, m, tiles of rows, C].
 
     UPPER: the rectangle is a square, of_rows and of_columns are the same, and each tile also fills its mirror image.
     BACKWARD: W to pairs instead, and r to of_rows [m, tiles of columns, R].
@@ -178,8 +178,8 @@ def _pairs(
 
 @triton.jit
 def _terms(sums, kind, tiles, height, names, scale, length, first, temperature, terms, slopes, SIZE: tl.constexpr):
-    """log(1 + u) [m, R], and (a, b) for a gradient of 1 [2, m, R], from sums [2, m, tiles, R] over all other tokens; 0
-    where not usable."""
+    """Compute log(1 + u) [m, R], and (a, b) for a gradient of 1 [2, m, R], from sums [2, m, tiles, R] over all other
+    tokens; 0 where not usable."""
     blocks = tl.cdiv(height, SIZE)
     chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
     inside = i < height
@@ -214,7 +214,7 @@ def _weights(
     pairs, pitch, num_chunks, length, names, scale, pull, first, height, to_cosine, radial,
     IS_FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """W over P, in pairs [m, R, pitch], and r [m, R]."""
+    """Write W over P, in pairs [m, R, pitch], and r [m, R]."""
     blocks = tl.cdiv(height, ROWS)
     chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     in_i, at_i = i < height, chunk * length + first + i
@@ -245,7 +245,7 @@ def _product(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, SMS: tl.constexpr, PER_SM: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """W e - r e of R rows, from weights [m, R, pitch] with all n tokens of their chunks."""
+    """Compute W e - r e of R rows, from weights [m, R, pitch] with all n tokens of their chunks."""
     down, across = tl.cdiv(height, BM), tl.cdiv(width, BN)
     lefts = tl.make_tensor_descriptor(
         weights, [num_chunks, height, length], [pitch.to(tl.int64) * height, pitch, 1], [1, BM, BK]
@@ -276,7 +276,7 @@ def _product(
 
 
 INTERPRETS = not isinstance(_pairs, triton.runtime.JITFunction)
-"""Triton runs its kernels in Python, on the CPU: TRITON_INTERPRET=1 in the environment when it is imported."""
+"""Whether Triton runs its kernels in Python, on the CPU: TRITON_INTERPRET=1 in the environment when it is imported."""
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -374,7 +374,7 @@ class TritonForm(Form):
 
 
 def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
-    """Rows as the kernels read them, and names and 1 / |e| [b, c, n] of the tokens.
+    """Return rows as the kernels read them, and names and 1 / |e| [b, c, n] of the tokens.
 
     Raises:
         ValueError: the rows are of a type, on a device or of a width that the kernels do not compute.
@@ -402,7 +402,7 @@ def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """The rows where descriptors can read them: in whole units of 16 bytes, features side by side."""
+    """Return the rows as descriptors can read them: in whole units of 16 bytes, with contiguous features."""
     unit, (of_b, of_c, of_k, of_d) = 16 // rows.itemsize, rows.stride()
     if of_d == 1 and not (of_b % unit or of_c % unit or of_k % unit or rows.storage_offset() % unit):
         return rows
@@ -412,7 +412,7 @@ def _aligned(rows: Tensor) -> Tensor:
 def _part_sums(
     rows: Tensor, part: Kept, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
 ) -> Tensor:
-    """[2, b, c, n] float64, panel by panel, so that the sums of tiles stay few."""
+    """Sum P, [2, b, c, n] float64, panel by panel, so that the sums of tiles stay few."""
     found = part.scale.new_zeros(2, *part.names.shape, dtype=torch.float64)
     panels = [(one, one) for one in cut(anchors, PANEL)]
     panels += [(one, (one[1], anchors[1])) for one in cut(anchors, PANEL)]
@@ -429,7 +429,7 @@ def _part_sums(
 def _run_pairs(
     rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, pull: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums of tiles over rows [2, b, c, tiles, R] and columns [2, b, c, tiles, C]; with a pull, r [b, c, tiles, R]."""
+    """Run `_pairs`; return its sums [2, b, c, tiles, R] and [2, b, c, tiles, C], or with a pull r [b, c, tiles, R]."""
     kind, constants, scale, documents = _kind(rows), _constants(rows), part.scale, part.documents
     tile = PAIRS[kind if pull is None else kind.removesuffix(", sm_90")]
     num_sequences, num_chunks, length, width = rows.shape
@@ -466,12 +466,12 @@ def _finished(sums: Tensor, part: Kept, first: int, temperature: float) -> Measu
 
 
 def _room_for_pairs(rows: Tensor, height: int) -> Tensor:
-    """[m, height, pitch]: whole units of 16 bytes, as descriptors want."""
+    """Reserve [m, height, pitch] in whole units of 16 bytes, as descriptors require."""
     return rows.new_empty(rows.shape[0] * rows.shape[1], height, cdiv(rows.shape[2], 8) * 8)
 
 
 def _kind(rows: Tensor) -> str:
-    """Key of PAIRS and PRODUCT."""
+    """Return the key of PAIRS and PRODUCT."""
     if rows.dtype == torch.float32:
         return "fp32"
     of_b, of_c, of_k, _ = rows.stride()
@@ -489,6 +489,6 @@ def _constants(rows: Tensor) -> dict[str, Any]:
 
 @functools.cache
 def _gpu(device: torch.device) -> tuple[int, int]:
-    """Number of multiprocessors, and major compute capability."""
+    """Return the number of multiprocessors and the major compute capability."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (known.multi_processor_count, known.major) if known else (8, 9)

@@ -30,7 +30,7 @@ def anchored_terms(
     documents: Tensor | None = None,
     chunk_size: int = 0,
 ) -> Tensor:
-    """The anchors' terms [b, number of anchors]; arguments as in `simreg_terms`."""
+    """Compute the anchors' terms [b, number of anchors]; arguments as in `simreg_terms`."""
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     parts = []
     with no_autocast(embeddings.device.type):
@@ -87,13 +87,13 @@ def doubt(rows: Tensor) -> Tensor:
 
 
 def cosine_logits(block: Block, temperature: float | Tensor) -> Tensor:
-    """(cos(e_i, e_j) - 1) / tau [m, p, k]; exactly 0 with itself. The shift cancels in every softmax of an anchor."""
+    """Compute (cos(e_i, e_j) - 1) / tau [m, p, k]; exactly 0 with itself. The shift cancels in an anchor's softmax."""
     anchors = block.rows[:, slice(*block.anchors)]
     return get_similarity("cosine")(anchors, block.rows, 1.0).masked_fill(self_pairs(block), 0.0) / temperature
 
 
 def log_sum(logits: Tensor, members: Tensor) -> Tensor:
-    """log sum exp over the members [m, p]; hugely negative, and without gradient, where there are none.
+    """Compute log sum exp over the members [m, p]; hugely negative, and without gradient, if there are none.
 
     The filling is finite, so that inf - inf never arises; a quarter of the range, so that a difference is finite, too.
     """
@@ -101,7 +101,7 @@ def log_sum(logits: Tensor, members: Tensor) -> Tensor:
 
 
 def mean_over(values: Tensor, members: Tensor) -> Tensor:
-    """Mean over the members of the last dimension; 0 where there are none."""
+    """Average over the members of the last dimension; 0 if there are none."""
     return torch.where(members, values, 0.0).sum(dim=-1) / members.sum(dim=-1).clamp(min=1)
 
 

@@ -80,7 +80,7 @@ def check_device(what: str, values: Tensor, other: str, others: Tensor) -> None:
 
 
 def is_number(value: object, kind: type = numbers.Real) -> bool:
-    """Python's or NumPy's, and no bool."""
+    """Return whether it is a number of Python or NumPy, and no bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -92,7 +92,7 @@ def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
 
 
 def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:
-    """Bool [b, n]: out are tokens with valid False, with a label below 0 (-100), and with an exactly zero row."""
+    """Return bool [b, n]: not usable are tokens with valid False, a label below 0 (-100), or an exactly zero row."""
     wanted = labels >= 0 if valid is None else valid & (labels >= 0)
     return with_direction(embeddings, wanted)
 
@@ -120,7 +120,7 @@ def checked(
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:
-    """Tokens in a full chunk: chunk_size, or the whole sequence for 0 and for sizes beyond it."""
+    """Return the tokens in a full chunk: chunk_size, or the whole sequence for 0 and for sizes beyond it."""
     return max(num_tokens, 1) if chunk_size == 0 else min(chunk_size, max(num_tokens, 1))
 
 
@@ -205,7 +205,7 @@ def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """[b, n] of several stretches, one after the other; one alone is not copied."""
+    """Join [b, n] of several stretches, one after the other; one alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
@@ -226,7 +226,7 @@ def label_pairs(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def self_pairs(block: Block) -> Tensor:
-    """Bool [p, k]: where an anchor meets itself."""
+    """Return bool [p, k]: where an anchor meets itself."""
     first, last = block.anchors
     keys = torch.arange(block.labels.shape[-1], device=block.labels.device)
     return torch.arange(first, last, device=keys.device).unsqueeze(-1) == keys

@@ -249,6 +249,6 @@ def _slab_sum(rows: Tensor, there: Tensor, places: Tensor, others: Tensor, other
 
 
 def _root(squares: Tensor) -> Tensor:
-    """The square root, whose derivative at 0 is 0 here: a feature that never changes stands still."""
+    """Take the square root, with derivative 0 at 0: a feature that never changes gets no gradient."""
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)

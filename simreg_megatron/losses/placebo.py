@@ -18,7 +18,7 @@ from simreg_megatron.losses._chunks import NO_LABEL, chunk_length, fold, unfold
 def uninformative_labels(
     labels: Tensor, usable: Tensor, *, kind: str, chunk_size: int, longest: int, seed: int, iteration: int
 ) -> Tensor:
-    """Labels [b, n] of a control: "permuted" inside each chunk, or "none", which are all different."""
+    """Make labels [b, n] of a control: "permuted" inside each chunk, or "none", which are all different."""
     if kind == "none":
         return torch.where(usable, torch.arange(labels.shape[1], device=labels.device), labels.long())
     return permuted_labels(labels, usable, chunk_size=chunk_size, longest=longest, seed=seed, iteration=iteration)
@@ -28,7 +28,7 @@ def uninformative_labels(
 def permuted_labels(
     labels: Tensor, usable: Tensor, *, chunk_size: int, longest: int, seed: int, iteration: int
 ) -> Tensor:
-    """Labels [b, n] of whole chunks, those of the usable tokens moved around inside each: no token keeps its own.
+    """Permute the labels [b, n] of the usable tokens inside each chunk, so that no token keeps its own.
 
     They go round in one cycle through all usable tokens of the chunk, so each chunk has the same labels as before,
     equally often. The cycle is drawn again in each iteration, and depends on positions in the chunk alone: all ranks
@@ -52,12 +52,12 @@ def permuted_labels(
 
 
 def random_numbers(number: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
-    """Even numbers [number] from 0 to 1, the same for equal seeds and iterations on all devices of one kind."""
+    """Draw uniform numbers [number] in [0, 1), the same for equal seeds and iterations on all devices of one kind."""
     generator = seeded_generator(f"placebo {seed} {iteration}", device)
     return torch.rand(number, generator=generator, device=device, dtype=torch.float32)
 
 
 def seeded_generator(text: str, device: torch.device) -> torch.Generator:
-    """Random numbers that follow from the text alone, the same on all devices of one kind."""
+    """Make a generator seeded by a text, with the same numbers on all devices of one kind."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()  # the CPU looks at 32 bits of a seed only
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

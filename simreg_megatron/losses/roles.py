@@ -29,7 +29,7 @@ class TokenRoles(NamedTuple):
     weight: Tensor | None  # factor of the term; None is 1
 
     def cut(self, first: int, last: int) -> TokenRoles:
-        """The same for the tokens first:last."""
+        """Return the roles of the tokens first:last."""
         own = slice(first, last)
         offset, weight = (None if part is None else part[:, own] for part in (self.offset, self.weight))
         return TokenRoles(self.anchor[:, own], offset, weight)
@@ -46,7 +46,7 @@ def token_roles(
     chunk_weight: str = "token",
     dtype: torch.dtype = torch.float32,
 ) -> TokenRoles:
-    """Roles of all tokens of whole sequences (where chunk_weight is "token": of any whole chunks).
+    """Find the roles of all tokens of whole sequences (if chunk_weight is "token": of any whole chunks).
 
     Args:
         labels: integer [b, n].

@@ -83,7 +83,7 @@ def sigreg_loss(
 
 
 def random_directions(number: int, width: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
-    """`number` even directions [number, width], float32: the same for equal numbers on all devices of one kind.
+    """Draw `number` uniform directions [number, width], float32: the same for equal seeds on all devices of one kind.
 
     They follow from the seed and the iteration alone, so no state is kept, all ranks agree, and a run that is resumed
     goes on as if it had never stopped. No other generator is touched.

@@ -72,7 +72,7 @@ class Pooled(NamedTuple):
 
 
 def last_positions(usable: Tensor, positions: Tensor, in_second: Tensor) -> Tensor:
-    """The last position with a usable token in either part, [b, 2]; -1 where there is none. Of ranks: the maximum."""
+    """Find the last position with a usable token in each part, [b, 2]; -1 if there is none. Of ranks: the maximum."""
     parts = torch.stack([~in_second, in_second])
     return torch.where(usable.unsqueeze(1) & parts, positions, -1).amax(dim=-1)
 
@@ -101,7 +101,7 @@ def pooled(
 
 
 def two_views(given: Pooled, view: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Both views [b, d] of each sequence, and which sequences have them: bool [b].
+    """Return both views [b, d] of each sequence, and which sequences have them: bool [b].
 
     "halves": the means of the two parts. "dropout": the mean of the first part (the whole sequence) under two masks,
     drawn from the sequence itself, so that they are the same in every layout and no generator is touched.
@@ -135,7 +135,7 @@ def sequence_losses(
 def whole_sequences(
     embeddings: Tensor, labels: Tensor, usable: Tensor, *, view: str, pooling: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`two_views` where every sequence is here."""
+    """Compute `two_views` of sequences that are whole on this rank."""
     positions = torch.arange(embeddings.shape[1], device=embeddings.device)
     in_second = positions >= first_part(embeddings.shape[1], view)
     last = last_positions(usable, positions, in_second) if pooling == "last" else None

@@ -20,7 +20,7 @@ Similarity = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def unit_rows(rows: Tensor) -> Tensor:
-    """e / ||e|| along the last dimension, for any scale that the dtype can hold.
+    """Divide by the norm along the last dimension, for any scale that the dtype can hold.
 
     The largest entry is divided out first, so that squares neither overflow nor vanish. The result does not
     depend on that divisor, which is why it needs no gradient.
@@ -80,7 +80,7 @@ def check_exponents(name: str, exponents: tuple[Tensor, Tensor] | None) -> None:
 
 
 def get_similarity(name: str, exponents: tuple[Tensor, Tensor] | None = None) -> Similarity:
-    """The similarity of that name; ValueError names those there are. "learnable" takes its two scalars."""
+    """Return the similarity of that name; a ValueError names all. "learnable" takes its two scalars."""
     check_exponents(name, exponents)
     if exponents is not None:
         return learnable(*exponents)

@@ -22,7 +22,7 @@ from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, S
 
 IMPLEMENTATIONS = ("auto", "reference", *reversed(FORMS))
 AUTO: dict[tuple[str, torch.dtype], str] = {}
-"""The form behind "auto" by kind of device and type of the rows, where one was tried; tiled elsewhere."""
+"""The form behind "auto" by kind of device and type of the rows, if one was tried; else tiled."""
 
 
 def simreg_loss(
@@ -172,7 +172,7 @@ def simreg_terms(
 def chosen_impl(
     impl: str, similarity: str = "cosine", self_positive: str = "always", rows: Tensor | None = None
 ) -> str:
-    """The implementation behind "auto", for these rows; ValueError for one that lacks an option."""
+    """Return the implementation for these rows; ValueError for one that lacks an option."""
     fits = similarity == "cosine" and self_positive == "always"
     if impl in FORMS and not fits:
         raise ValueError(

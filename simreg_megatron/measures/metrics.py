@@ -90,7 +90,7 @@ class Metrics:
         return totals
 
     def _count_oddities(self, own_valid: Tensor, usable: list[Tensor]) -> None:
-        """Rows without a token that counts, and (where there are views) hidden states of norm zero."""
+        """Count sequences without a token that counts, and (if there are views) hidden states of norm zero."""
         assert self._sums is not None
         self._sums[slots.ALL_MASKED].add_((~own_valid.any(dim=1)).sum())
         if usable:  # a view leaves nothing else out
@@ -111,7 +111,7 @@ class Metrics:
                 total += part
 
     def _add_pairs(self, view: View) -> None:
-        """Cosines, and norms of tokens that are alone with their label, and of all others."""
+        """Add up cosines, and norms of tokens that are alone with their label and of all others."""
         assert self._sums is not None
         if self._checks_documents and view.documents is not None:
             self._sums[-1].add_((view.documents != view.documents[:, :1]).sum())
@@ -160,7 +160,7 @@ class Metrics:
         self._margins.append(torch.where(counted, found, torch.nan).flatten())
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
-        """Means over all data- and context-parallel ranks; empty where nothing was observed.
+        """Return means over all data- and context-parallel ranks; empty if nothing was observed.
 
         Losses are of all steps since the last reset. The geometry is of those measured since the last report, whose
         numbers it forgets in any case: the line after a run's first step is not in the next one.
@@ -202,7 +202,7 @@ class Metrics:
         return has_measured
 
     def _margin_quantiles(self, dp_cp_group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Over the ranks of the stage with the output layer; empty where none were measured."""
+        """Return quantiles over the ranks of the stage with the output layer; empty if none were measured."""
         if not self._margins:
             return {}
         groups = [group for group in (dp_cp_group, self._tensor_group) if group is not None and group.size() > 1]

@@ -39,7 +39,7 @@ def losses(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def geometry_of(sums: Tensor) -> dict[str, Tensor]:
-    """Cosines, norms and angles."""
+    """Name cosines, norms and angles."""
     mean, first = functools.partial(_mean, sums), slots.PAIRS.start
     negative = mean(first + 2, first + 3)
     norms = NormSums(*sums[slots.NORMS].unbind())
@@ -56,7 +56,7 @@ def geometry_of(sums: Tensor) -> dict[str, Tensor]:
 
 
 def margins(sums: Tensor) -> dict[str, Tensor]:
-    """Means, and how many predictions are right; NaN of nothing."""
+    """Name mean margins and the share of right predictions; NaN if there are none."""
     total, number = sums[slots.MARGIN]
     of_right, number_right = sums[slots.RIGHT_MARGIN]
     return {

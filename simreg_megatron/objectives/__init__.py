@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar
+from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, Options, Scalar
 from simreg_megatron.objectives.rivals import RIVALS
 from simreg_megatron.objectives.simreg import NONE, PLACEBO, SIMREG
 
-__all__ = ["BUILT_IN", "GROUP", "Felt", "Kind", "Objective", "Options", "Scalar", "find", "names"]
+__all__ = ["BUILT_IN", "GROUP", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
 GROUP = "simreg_megatron.objectives"
 BUILT_IN = {each.name: each for each in (SIMREG, *RIVALS, PLACEBO, NONE)}
@@ -33,7 +33,7 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def find(name: str) -> Objective:
-    """The record of an objective.
+    """Return the record of an objective.
 
     Raises:
         ValueError: there is none of this name, or a package's own is not what it should be.

@@ -68,7 +68,7 @@ def checked_options(objective: Objective, value: object) -> Pairs:
 
 
 def checked_option(name: str, known: OptionKind, value: object) -> str | float:
-    """Check one of them; None is its default."""
+    """Check one option and return it, or its default for None."""
     if isinstance(known, str):
         return _checked_prefixes(name, known, value)
     if isinstance(known, tuple):

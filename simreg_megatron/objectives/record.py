@@ -24,7 +24,7 @@ class Kind(enum.Enum):
     """
 
     SIMREG = "chunks, with every setting of SimReg"
-    """Never called: these are SimReg itself."""
+    """SimReg itself; `terms` is never called."""
     PAIRS = "chunks"
     """terms(*, temperature, **options) -> BlockTerms of `simreg_megatron.losses`: the terms of a block of chunks."""
     SEQUENCES = "whole sequences of a micro-batch"
@@ -36,7 +36,7 @@ class Kind(enum.Enum):
 
 
 STAY = (Kind.SEQUENCES, Kind.SUMS, Kind.HEAD)
-"""With these, hidden states stay where they are, however chunks lie over the ranks."""
+"""Kinds that never exchange hidden states, however chunks lie over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Scalar:
     by: str = ""
     """"exp", "sigmoid", or the number itself."""
     most: float = math.inf
-    """Of what is shown."""
+    """Upper limit of the value in the log."""
 
 
 @dataclass(frozen=True)
-class Felt:
-    """Settings under which an objective shows in the gradient of a small model; tests of every objective use them."""
+class ExampleSettings:
+    """Settings under which the objective changes the gradient of a small model, for the tests of every objective."""
 
     weight: float = 10.0
     options: str = ""
@@ -87,9 +87,9 @@ class Objective:
         has_chunks: whether the chunk size has an effect.
         takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.
         prefixes_below_width: whether a prefix must be shorter than the states.
-        felt: settings for tests.
+        example: settings for tests.
         oracle: for tests: a function of (rows [n, D], labels [n], temperature) in float64, the definition in plain
-            loops: what the terms of a chunk of these tokens add up to, with the settings of `felt`.
+            loops: what the terms of a chunk of these tokens add up to, with the settings of `example`.
         invariant: what may be done to the states of a chunk without a change: "scale" of each, "rotation" of all,
             "names" of labels, "order" of tokens.
     """
@@ -117,7 +117,7 @@ class Objective:
     has_chunks: Callable[[Options], bool] = lambda options: True
     takes_rows: Callable[[Options], bool] = lambda options: False
     prefixes_below_width: bool = False
-    felt: Felt = Felt()
+    example: ExampleSettings = ExampleSettings()
     oracle: Callable[..., Any] | None = None
     invariant: tuple[str, ...] = ()
 
@@ -130,7 +130,7 @@ class Objective:
         return kind is Kind.SIMREG or (kind not in (Kind.SEQUENCES, Kind.HEAD) and self.has_chunks(options))
 
     def idle_settings(self, options: Options) -> list[str]:
-        """Names of the settings that have no effect on the objective."""
+        """Return the names of the settings that have no effect on the objective."""
         kind = self.kind_with(options)
         if kind is Kind.SIMREG:  # without labels each token is its only positive
             return ["self_positive"] if options.get("labels") == "none" else []
@@ -142,7 +142,7 @@ class Objective:
         return names if self.compares_in_chunks(options) else [*names, "chunk_size"]
 
     def refuse_faults(self) -> None:
-        """Raise for what would end a run in its first step: terms that are not there, or do not take what they get."""
+        """Raise ValueError for a record that would end a run in its first step: no terms, or with other parameters."""
         if self.terms is None and self.kind is not Kind.SIMREG:
             raise ValueError("it has no function that computes its terms (terms)")
         for name, known in self.options.items():

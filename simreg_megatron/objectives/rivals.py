@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar
+from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, Options, Scalar
 
 TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
 
@@ -19,13 +19,13 @@ SIMCSE = Objective(
     options={"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
     not_offered={("view", "forward2"): TWICE},
     takes_rows=lambda options: True,
-    felt=Felt(chunk_size=None),
+    example=ExampleSettings(chunk_size=None),
     invariant=("rotation", "names"),
 )
 
 
 LARGEST_SCALE = 100.0
-"""Of the cosines, where the scale is learned."""
+"""Upper limit of a learned scale of the cosines."""
 
 
 def _check_cpretrain(options: Options, temperature: float, _: int) -> None:
@@ -134,7 +134,7 @@ SIGREG = Objective(
     draws=True,
     has_chunks=_by_chunk,
     takes_rows=_by_chunk,
-    felt=Felt(weight=0.3),
+    example=ExampleSettings(weight=0.3),
     invariant=("scale", "names", "order"),
 )
 
@@ -181,7 +181,7 @@ SIGMOID = Objective(
     check=_check_sigmoid,
     scalars=_scalars_of_sigmoid,
     meets_heads=_meets_heads,
-    felt=Felt(weight=0.1, options="pair_reduction=balanced,trains=none"),
+    example=ExampleSettings(weight=0.1, options="pair_reduction=balanced,trains=none"),
     invariant=("scale", "rotation", "names", "order"),
 )
 
@@ -217,7 +217,7 @@ MIC = Objective(
     has_chunks=lambda options: options["pool"] == "chunk",
     takes_rows=lambda options: True,
     prefixes_below_width=True,  # it compares with the rest
-    felt=Felt(weight=0.02),
+    example=ExampleSettings(weight=0.02),
     invariant=("names", "order"),
 )
 
@@ -234,7 +234,7 @@ DISPERSION = Objective(
     draws=True,
     has_chunks=lambda options: False,
     takes_rows=lambda options: True,
-    felt=Felt(options="tokens=8", chunk_size=None),
+    example=ExampleSettings(options="tokens=8", chunk_size=None),
     invariant=("scale", "rotation", "names"),
 )
 
@@ -246,7 +246,7 @@ PREFIXES_CE = Objective(
     sent="prefixes of states, where sequence parallelism splits them",
     options={"prefixes": "auto"},
     prefixes_below_width=True,  # all features are what the language-model loss itself has
-    felt=Felt(weight=0.5, options="prefixes=8/32", chunk_size=None),
+    example=ExampleSettings(weight=0.5, options="prefixes=8/32", chunk_size=None),
 )
 Z_LOSS = Objective(
     name="z-loss",
@@ -254,7 +254,7 @@ Z_LOSS = Objective(
     asks="normalizers of the logits near 0",
     labels="no",
     sent="as with `prefixes-ce`",
-    felt=Felt(weight=0.05, chunk_size=None),
+    example=ExampleSettings(weight=0.05, chunk_size=None),
 )
 
 RIVALS = SIMCSE, CPRETRAIN, CREG, SCE, SIGREG, SIGMOID, MIC, DISPERSION, PREFIXES_CE, Z_LOSS

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Options
+from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, Options
 
 GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
@@ -64,6 +64,6 @@ NONE = Objective(
     asks="nothing: SimReg is measured in log steps, and not trained on",
     temperature=_TEMPERATURE,
     trains=False,
-    felt=Felt(weight=0.0),
+    example=ExampleSettings(weight=0.0),
     invariant=("scale", "rotation", "names", "order"),
 )

@@ -20,13 +20,13 @@ from simreg_megatron.parallel.layout import RowPlan, Run
 
 
 def wide(rows: Tensor) -> Tensor:
-    """float32 for half precision, so that gradients of several readers are summed there; others as they are."""
+    """Convert half precision to float32, so that the gradients of several readers are summed in float32."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 @torch.no_grad()
 def bring_rows(rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
-    """`exchange_rows` in the rows' own type and without a gradient."""
+    """Exchange rows as `exchange_rows` does, in their own type and without a gradient."""
     sent = _taken(rows_SBD, [local for ranges in plan.send for local in ranges])
     received = rows_SBD.new_empty((sum(plan.receive_sizes), *rows_SBD.shape[1:]))
     dist.all_to_all_single(received, sent, list(plan.receive_sizes), list(plan.send_sizes), group=group)
@@ -83,7 +83,7 @@ class _ShareWork(torch.autograd.Function):
 
 
 def share_work(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows as they are, at least float32. Backward: sum the gradients of all ranks of the group.
+    """Return the rows, at least float32. Backward: sum the gradients of all ranks of the group.
 
     For ranks that hold the same rows and compute different anchors: each then has the gradient of all anchors, and
     all have the same bits, so their replicas of the model cannot drift apart.
@@ -107,7 +107,7 @@ class _SumOver(torch.autograd.Function):
 
 
 def sum_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all ranks' parts, on every rank. Backward: the sum of all ranks' gradients, for each reads the sum."""
+    """Sum the parts of all ranks, on every rank. Backward: sum the gradients of all ranks, as each reads the sum."""
     return _SumOver.apply(part, group)
 
 
@@ -139,18 +139,18 @@ def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_tokens(per_token_SB: Tensor, order: tuple[Run, ...], group: dist.ProcessGroup) -> Tensor:
-    """Numbers of all ranks' tokens in the order of the sequence: [S, ...] of each rank -> [T, ...]."""
+    """Gather numbers of all ranks' tokens in the order of the sequence: [S, ...] of each rank -> [T, ...]."""
     return _taken(gather(per_token_SB, group), order)
 
 
 def _taken(rows: Tensor, ranges: Sequence[Run]) -> Tensor:
-    """The row ranges, one after the other, contiguous."""
+    """Concatenate the row ranges."""
     return torch.cat([rows[first:last] for first, last in ranges]) if ranges else rows[:0].contiguous()
 
 
 @torch.no_grad()
 def quantiles_over(values: Tensor, shares: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The smallest of all ranks' numbers [n] that at least a share of them does not exceed, of each share [q].
+    """Find, for each share [q], the smallest of all ranks' numbers [n] that this share of them does not exceed.
 
     NaN are left out, and it is NaN where nothing is left. A collective over the groups, one after the other; ranks may
     hold unequal numbers of them. Waits for the device.
@@ -182,7 +182,7 @@ class _AddGradient(torch.autograd.Function):
 
 
 def add_gradient(loss_BS: Tensor, term_BS: Tensor, weight: float | Tensor = 1.0, *, start: int = 0) -> Tensor:
-    """Value of `loss`, gradient of `loss + weight * term`.
+    """Return the value of `loss` with the gradient of `loss + weight * term`.
 
     All that Megatron multiplies the per-token loss with afterwards (mask, 1/tokens, 1/micro-batches, context
     parallel factor, fp16 loss scale) reaches the term in the same measure, while the logged loss, the NaN checks

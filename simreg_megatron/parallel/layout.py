@@ -89,7 +89,7 @@ class ShardLayout:
 
     @cached_property
     def all_anchors(self) -> tuple[Ints, Ints]:
-        """The runs of all ranks, in the order of ranks and of their rows; the number of each run's rank."""
+        """All ranks' runs, in the order of ranks and of their rows, and the number of each run's rank."""
         starts = np.append(0, np.cumsum(np.diff(self._blocks[0])))  # rows at which blocks begin, on any context rank
         parts = np.array([self.part_start(rank) for rank in range(self.tensor_size + 1)])
         cuts = np.unique(np.minimum(np.append(starts, parts), starts[-1]))
@@ -199,7 +199,7 @@ class RowPlan:
 
 @lru_cache(maxsize=16)  # each packed row has a plan of its own, and a large one
 def row_plan(layout: ShardLayout, rank: Rank, cutting: Cutting) -> RowPlan:
-    """The plan of `rank`; every rank of its group makes the matching one."""
+    """Make the plan of `rank`; every rank of its group makes the matching one."""
     tokens, anchors, domains, owners = _windows(layout, cutting)
     members, own, exchanged = owners, rank[0] * layout.tensor_size + rank[1], owners >= 0
     windows = tuple(map(Window, *(_tuples(runs[owners == own]) for runs in (tokens, anchors, domains))))
@@ -245,13 +245,13 @@ def _middle(run: Run) -> int:
 
 
 def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same positions in as few ascending runs as possible."""
+    """Join the positions into as few ascending runs as possible."""
     ascending = np.array(sorted(runs))
     return _tuples(_merged(ascending, np.zeros(len(ascending), dtype=np.int64))[0])
 
 
 def _merged(runs: Ints, owners: Ints) -> tuple[Ints, Ints]:
-    """The positions of each owner's runs in as few as possible; firsts and lasts ascend within an owner."""
+    """Join the runs of each owner into as few as possible; firsts and lasts ascend within an owner."""
     begins = np.append(True, (owners[1:] != owners[:-1]) | (runs[1:, 0] > runs[:-1, 1]))
     ends = np.append(begins[1:], True)
     return np.stack([runs[begins, 0], runs[ends, 1]], axis=1), owners[begins]

@@ -30,7 +30,7 @@ class Located:
     runs: tuple[Run, ...]
 
     def at(self, run: Run) -> Tensor:
-        """The columns of `run`, which must lie inside what is here without a gap."""
+        """Return the columns of `run`, which must lie inside one of the runs that are here."""
         if self.runs == (run,):
             return self.values
         offset = 0
@@ -92,7 +92,7 @@ class SequenceShard:
         return per_row[:, self.start : self.layout.part_start(self.rank[1] + 1)]
 
     def rows_in_view(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
-        """The rows that this rank's anchors meet, [B, N, D], at least float32; gradients go back to their owners."""
+        """Return the rows that this rank's anchors meet, [B, N, D], at least float32; gradients go to their owners."""
         if self.tensor_group is not None and not self.layout.rows_split:
             rows_SBD = share_work(rows_SBD, self.tensor_group)
         if plan.travels and self.row_group is not None:
@@ -102,7 +102,7 @@ class SequenceShard:
         return Located(rows.transpose(0, 1), runs)
 
     def rows_as_they_are(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
-        """The same rows in their own type and without a gradient."""
+        """Return the same rows in their own type and without a gradient."""
         rows, runs = rows_SBD.detach(), self.stretches
         if plan.travels and self.row_group is not None:
             rows, runs = bring_rows(rows, plan, self.row_group), plan.needs
@@ -127,11 +127,11 @@ class SequenceShard:
         return of_tokens
 
     def held(self, per_row: Tensor) -> Located:
-        """[B, S, ...] of this rank's rows."""
+        """Wrap [B, S, ...] of this rank's rows."""
         return Located(per_row, self.stretches)
 
     def whole(self, per_row: Tensor) -> Located:
-        """Numbers [B, S, ...] of this rank's rows -> [B, T, ...] of all; no gradient."""
+        """Gather numbers [B, S, ...] of this rank's rows into [B, T, ...] of all; no gradient."""
         if self.row_group is None:
             return self.held(per_row)
         tokens = gather_tokens(per_row.transpose(0, 1), self.layout.gathered_order, self.row_group)
@@ -147,7 +147,7 @@ class EveryKth:
 
     @classmethod
     def of_at_most(cls, number: int, num_sequences: int, shard: SequenceShard) -> EveryKth:
-        """About `number` tokens of the micro-batch at most, over all those ranks."""
+        """Take at most about `number` tokens of the micro-batch, over all ranks that share its sequences."""
         return cls(shard, -(-num_sequences * shard.layout.length // number))
 
     def taken(self, per_row: Tensor) -> Tensor:
@@ -156,12 +156,12 @@ class EveryKth:
         return torch.cat([own[:, part] for part in self._slices(self.shard.rank)], dim=1)
 
     def most_of_a_tensor_rank(self) -> int:
-        """Tokens of a sequence in the sample on the tensor-parallel rank that has most of them."""
+        """Return the largest number of sampled tokens of a sequence on one tensor-parallel rank."""
         ranks = [(self.shard.rank[0], tensor_rank) for tensor_rank in range(self.shard.layout.tensor_size)]
         return max(sum(len(range(*part.indices(part.stop))) for part in self._slices(rank)) for rank in ranks)
 
     def _slices(self, rank: Rank) -> list[slice]:
-        """Among a rank's own tokens: as slices, which need to know no value."""
+        """Cut a rank's own tokens by slices, which need no values from the device."""
         found, offset = [], 0
         for first, last in self.shard.layout.anchors(rank):
             found.append(slice(offset + -first % self.step, offset + last - first, self.step))

@@ -112,7 +112,7 @@ class _Losses(torch.autograd.Function):
 
 
 def _handed_on(grad_VP: Tensor | None, weight: Any, *, fuses: bool) -> Tensor | None:
-    """The gradient of the whole weight for autograd, or None where `main_grad` has it already."""
+    """Return the gradient of the whole weight for autograd, or None if `main_grad` has it already."""
     if grad_VP is None:
         return None
     columns = grad_VP.shape[1]

@@ -44,7 +44,7 @@ class Seam:
         return ".".join(part for part in (self.module, self.owner, self.name) if part)
 
     def holder(self) -> Any:
-        """The module or class whose attribute is to be replaced.
+        """Return the module or class whose attribute is to be replaced.
 
         Raises:
             MegatronSeamError: the module, the class or the function is missing, or takes other parameters.
@@ -120,7 +120,7 @@ TRAINING_SEAMS = (ARGUMENTS_SEAM, HELPERS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM,
 
 
 def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name, also those that a function takes as **kwargs."""
+    """Return the arguments of a call by name, also those that a function takes as **kwargs."""
     named: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         kind = signature.parameters[name].kind
@@ -129,7 +129,7 @@ def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> 
 
 
 def model_seams() -> tuple[Seam, ...]:
-    """The functions in which models compute their loss, GPTModel's first; MegatronSeamError if it has none."""
+    """Return the functions in which models compute their loss, GPTModel's first; MegatronSeamError if it has none."""
     found = _own_seam(FORWARD_SEAMS[0])
     for forward in FORWARD_SEAMS[1:]:  # not in every release
         with suppress(MegatronSeamError):
@@ -138,14 +138,14 @@ def model_seams() -> tuple[Seam, ...]:
 
 
 def _own_seam(forward: Seam) -> list[Seam]:
-    """`_postprocess`, which schedule plans call without `forward`, or else `forward`; MambaModel may inherit both."""
+    """Return `_postprocess`, which schedule plans call without `forward`, or else `forward`, unless it is inherited."""
     own, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
     seam = seam if seam.name in own else forward
     return [seam] if seam.name in vars(seam.holder()) else []
 
 
 def mask_seams() -> list[Seam]:
-    """Those of MASK_SEAMS that this Megatron has; importing them warns that they are experimental."""
+    """Return those of MASK_SEAMS that this Megatron has; importing them warns that they are experimental."""
     found = []
     for seam in MASK_SEAMS:
         with suppress(MegatronSeamError), warnings.catch_warnings():
@@ -156,7 +156,7 @@ def mask_seams() -> list[Seam]:
 
 
 def built(model: Seam) -> Seam:
-    """The constructor of the models of this class."""
+    """Return the constructor of the models of this class."""
     return Seam(model.module, model.owner, "__init__", "parameters that an objective trains join the model")
 
 
@@ -167,7 +167,7 @@ def logs_first_step() -> bool:
 
 
 def megatron_version() -> str:
-    """Version of the installed megatron-core, or of the source tree on the path with its commit."""
+    """Return the version of the installed megatron-core, or of the source tree on the path with its commit."""
     try:
         core = importlib.import_module("megatron.core")
         version = str(core.__version__)  # an installed one appends the commit of the repository around it
@@ -203,7 +203,7 @@ def has_parsed_arguments() -> bool:
 
 
 def arguments() -> Any:
-    """Megatron's parsed arguments."""
+    """Return Megatron's parsed arguments."""
     return _global("_GLOBAL_ARGS")
 
 
@@ -218,7 +218,7 @@ def _global(name: str) -> Any:
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """A span in profiles and nsys; with --timing-log-level 2 one of Megatron's timers, too, which wait for the GPU."""
+    """Mark a span in profiles and nsys, and with --timing-log-level 2 in Megatron's timers, which wait for the GPU."""
     from torch.autograd import _profiler_enabled
     from torch.profiler import record_function
 
@@ -241,24 +241,24 @@ def wrappers(model: Any) -> list[Any]:
 
 
 def unwrapped(model_chunks: Any) -> list[Any]:
-    """The models inside Megatron's wrappers; its own `unwrap_model` stops inside its FSDP and is new in 0.14."""
+    """Return the models inside Megatron's wrappers; its own `unwrap_model` stops inside its FSDP and is new in 0.14."""
     chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
     return [wrappers(chunk)[-1] for chunk in chunks]
 
 
 def language_models(model_chunks: Any) -> list[Any]:
-    """The models, or the `language_model` inside one that holds it (LLaVA, MIMO); such a one itself without any."""
+    """Return the models, or the `language_model` inside one that holds it (LLaVA, MIMO), if that is on this rank."""
     found = [(model, getattr(model, "language_model", None)) for model in unwrapped(model_chunks)]
     return [model if inner is None else wrappers(inner)[-1] for model, inner in found]
 
 
 def tensor_group(model: Any) -> Any:
-    """The tensor-parallel group: the model's own if it carries groups (0.15 on), else Megatron's global one."""
+    """Return the tensor-parallel group: the model's own if it carries groups (0.15 on), else Megatron's global one."""
     return _group(model, "tp", "get_tensor_model_parallel_group")
 
 
 def context_group(model: Any, packing: Any = None) -> Any:
-    """The context-parallel group, likewise, or the one that hybrid context parallelism gives this micro-batch alone."""
+    """Return the context-parallel group: the model's, or that of this micro-batch under hybrid context parallelism."""
     given, size = getattr(packing, "cp_group", None), getattr(packing, "local_cp_size", None)
     if given is None and size is None:
         return _group(model, "cp", "get_context_parallel_group")
@@ -268,12 +268,12 @@ def context_group(model: Any, packing: Any = None) -> Any:
 
 
 def tensor_and_context_group(model: Any) -> Any:
-    """Both together, tensor ranks first, likewise."""
+    """Return the group of tensor and context ranks, tensor ranks first."""
     return _group(model, "tp_cp", "get_tensor_and_context_parallel_group")
 
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
-    """Ranks that train on other sequences, likewise; with the context ranks among them, or without.
+    """Return the group of ranks that train on other sequences, with or without the context ranks.
 
     Megatron's global group alone has the ranks among which 0.19's --tensor-parallel-num-weight-shards cuts a weight:
     they train on other sequences, too.

@@ -44,7 +44,7 @@ class Installation:
         self._over = False
 
     def regularizer(self) -> Regularizer:
-        """Made at first use: Megatron's flags are parsed by then."""
+        """Return the regularizer, made at first use: Megatron's flags are parsed by then."""
         if self._regularizer is None:
             config = self.given_config or _config_of_megatron()
             self._regularizer = Regularizer(config)
@@ -58,7 +58,7 @@ class Installation:
         return self.regularizer()
 
     def known_config(self) -> SimRegConfig | None:
-        """The settings; None where Megatron has not parsed its flags yet."""
+        """Return the settings; None if Megatron has not parsed its flags yet."""
         if self.given_config is None and not compat.has_parsed_arguments():
             return None
         return self.regularizer().config
@@ -68,7 +68,7 @@ class Installation:
             self.wrap(seam.holder(), seam.name, wrapper)
 
     def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
-        """Wrap it once. A wrapper that someone still holds after `uninstall()` calls the original."""
+        """Wrap a function once. A wrapper that is still held after `uninstall()` calls the original."""
         if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
             return
         original = getattr(holder, name)
@@ -82,7 +82,7 @@ class Installation:
         self._originals.append((holder, name, original, wrapped))
 
     def unwrap_all(self) -> None:
-        """Restore all of them, or none: RuntimeError if one was wrapped again since."""
+        """Restore all functions, or none: RuntimeError if one was wrapped again since."""
         for holder, name, _, wrapped in self._originals:
             if getattr(holder, name) is not wrapped:
                 raise RuntimeError(
@@ -104,7 +104,7 @@ def installed() -> Installation | None:
 
 
 def current() -> Installation:
-    """The installation of this process; RuntimeError without one."""
+    """Return the installation of this process; RuntimeError without one."""
     if _installation is None:
         raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
     return _installation

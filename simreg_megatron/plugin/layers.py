@@ -58,12 +58,12 @@ class InnerStates:
             yield final_norm.register_forward_pre_hook(functools.partial(keep, BEFORE_NORM), with_kwargs=True)
 
     def forget(self, model: Any) -> None:
-        """Let go of the states of a model whose loss is not computed, and of their graph."""
+        """Drop the states of a model whose loss is not computed, and their graph."""
         if self._caught:
             self._caught.pop(model.decoder, None)
 
     def take(self, model: Any, final: Tensor) -> dict[State, Tensor]:
-        """The states of `model` that the settings name, in their order; `final` is what the last decoder returned.
+        """Return the states of `model` that the settings name, in order; `final` is what the last decoder returned.
 
         Raises:
             NotImplementedError: one was not caught, or was computed without a graph.

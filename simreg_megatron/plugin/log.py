@@ -27,7 +27,7 @@ _CHARTS: dict[str, Callable[[str], bool]] = {
     "lambda": lambda name: name.endswith(" lambda"),
     "clipping": lambda name: name.startswith("adagc"),
 }
-"""What stands in one chart. The rest has charts of its own anyway."""
+"""Values that share a chart; each of the others has its own."""
 
 _laid_out: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -127,7 +127,7 @@ def charts_of(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
 
 
 def _writers() -> tuple[Any, Any]:
-    """TensorBoard's and Weights & Biases', on the rank where Megatron opened them; None elsewhere."""
+    """Return TensorBoard's writer and Weights & Biases', on the rank where Megatron opened them; None elsewhere."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     return get_tensorboard_writer(), get_wandb_writer()

@@ -103,7 +103,7 @@ def _explain(error: BaseException, config: SimRegConfig) -> None:
 
 
 def end_of_document() -> int:
-    """Token id that ends a document in Megatron's data sets."""
+    """Return the id of the token that ends a document in Megatron's data sets."""
     from megatron.training.global_vars import get_tokenizer
 
     try:

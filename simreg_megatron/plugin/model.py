@@ -118,7 +118,7 @@ def prepare(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _active(here: Installation, model: Any) -> Regularizer | None:
-    """The regularizer, if this forward pass trains, on the stage that computes the loss, with SimReg on; else None."""
+    """Return the regularizer if this forward pass trains, on the stage that computes the loss, with SimReg on."""
     if not (model.post_process and model.training and torch.is_grad_enabled()) or here.paused:
         return None
     regularizer = here.regularizer()

@@ -32,7 +32,7 @@ OTHER_LOSS = (
 )
 _TRACKER = "latest_checkpointed_iteration.txt"
 _SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDataParallel", "FSDPModule"}
-"""Classes, Megatron's and torch's, of which a model keeps only some rows of its weights on each rank."""
+"""Wrapper classes of Megatron and torch that keep only some rows of a weight on each rank."""
 
 
 def is_whole_graph(settings: Any) -> bool:
@@ -46,7 +46,7 @@ def is_whole_graph(settings: Any) -> bool:
 
 
 def _flag(args: Any, *names: str) -> str:
-    """The first of these flags that is given, as it is typed; empty without one."""
+    """Return the first of these flags that is given, as it is typed; empty without one."""
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)), "")
 
 

@@ -76,11 +76,11 @@ class Regularizer:
         return self.trains or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
-        """Before step `iteration`, see `Strength.set_iteration`."""
+        """Set lambda before step `iteration`; see `Strength.set_iteration`."""
         self.strength.set_iteration(iteration, num_iterations)
 
     def lambdas(self) -> dict[str, Tensor]:
-        """The weight of each objective in this step, under the names of the log; empty while all are constant."""
+        """Return the weight of each objective in this step by its name in the log; empty while all are constant."""
         return self.strength.lambdas(self._hidden_size)
 
     def terms(
@@ -134,7 +134,7 @@ class Regularizer:
         return loss_BT
 
     def refuse_silence(self, model_chunks: Any) -> None:
-        """Call it after a step.
+        """Raise if a step passed SimReg by; call it after each step.
 
         Raises:
             NotImplementedError: the loop's own loss is not computed from the one that the model returned.
@@ -153,7 +153,7 @@ class Regularizer:
                 )
 
     def _begin(self) -> bool:
-        """Note that a model has come by; whether its micro-batch is computed on."""
+        """Note that a model computes its loss; return whether this micro-batch computes terms."""
         self.has_met_model = True
         if not (self.config.trains or self.strength.follows_iterations):
             raise RuntimeError(
@@ -163,7 +163,7 @@ class Regularizer:
         return self.computes
 
     def _part(self, config: SimRegConfig, model: Any, tokens: Tokens, states: list[Tensor]) -> _Part:
-        """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
+        """Compute the terms of one objective, summed over its states and averaged over their prefixes."""
         shard, wants_log = tokens.shard, self.metrics.wants_geometry
         if config.through_head:
             terms = head_terms(config, model, tokens.hidden_states, tokens.all_labels, tokens.all_valid, shard)
@@ -207,7 +207,7 @@ class Regularizer:
         )
 
     def _expect_gradient(self, term: Tensor) -> None:
-        """Watch for a gradient of this term: without one it trains nothing, under a log that shows nothing of it."""
+        """Watch for a gradient of this term: without one it trains nothing, and the log would not show it."""
         if not term.requires_grad:
             raise NotImplementedError(
                 "SimReg cannot train here: the hidden states were computed without a graph (all parameters before the "

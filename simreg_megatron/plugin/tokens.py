@@ -92,7 +92,7 @@ class Reader:
         return Tokens(shard, own_labels, own_valid, labels, valid, main_states, heads, documents, sample_length)
 
     def _documents(self, cu_seqlens: Tensor | None) -> Documents:
-        """The source of document borders: what the row packs, or the token that ends one."""
+        """Return the source of document borders: what the row packs, or the token that ends one."""
         if cu_seqlens is not None:
             return PackedLengths(cu_seqlens)
         if self.end_of_document is None:
@@ -104,7 +104,7 @@ class Reader:
 
 
 def shard_of(model: Any, labels: Tensor, cp: Any) -> SequenceShard:
-    """This rank's part of the sequences whose labels [B, T] the model was given, over the context ranks `cp`."""
+    """Describe this rank's part of the sequences whose labels [B, T] the model has, over the context ranks `cp`."""
     tp = compat.tensor_group(model)
     rows_split = bool(model.config.sequence_parallel) and tp.size() > 1
     rank = (cp.rank(), tp.rank())
@@ -121,13 +121,13 @@ def shard_of(model: Any, labels: Tensor, cp: Any) -> SequenceShard:
 
 
 def device_of(models: list[Any]) -> torch.device:
-    """The device of their parameters; a part of a pipeline may have none."""
+    """Return the device of their parameters; a part of a pipeline may have none."""
     parameter = next((each for model in models for each in model.parameters()), None)
     return torch.device("cuda", torch.cuda.current_device()) if parameter is None else parameter.device
 
 
 def rows_dtype(config: SimRegConfig, model: Any) -> torch.dtype:
-    """The type of the hidden states that the term is made of."""
+    """Return the type of the hidden states that the term is computed from."""
     # The final norm takes a float32 residual stream to the parameters' type; inside the decoder it stays wide.
     wide = config.looks_inside and getattr(model.config, "fp32_residual_connection", False)
     return torch.float32 if wide else getattr(model.config, "params_dtype", torch.float32)

@@ -29,7 +29,7 @@ _TERMS: dict[Kind, dict[str, Callable[..., Any]]] = {
     Kind.SEQUENCES: {"simcse": by_sequence.simcse_terms, "cpretrain": by_sequence.cpretrain_terms},
     Kind.SUMS: {"sigreg": samples.sigreg_terms, "mic": samples.mic_terms, "dispersion": samples.dispersion_terms},
 }
-"""What computes the terms of each objective of this package; `Kind` says how they are called."""
+"""The functions that compute the terms of each objective of this package; see `Kind` for their parameters."""
 _SWITCH = {"yes": True, "no": False}
 
 
@@ -41,7 +41,7 @@ def objective_terms(
     iteration: int,
     replicas: Replicas,
 ) -> Tensor:
-    """term_i of every anchor of this rank, [B, A], in the order of its rows. A collective for those by sequence or sum.
+    """Compute term_i of every anchor of this rank, [B, A], in the order of its rows; a collective for some kinds.
 
     Args:
         learned: the scalars that the settings train, by name.

@@ -52,7 +52,7 @@ class Pairs(NamedTuple):
 def terms_over_ranks(
     hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
 ) -> Tensor:
-    """log(1 + S_neg / S_pos) of this rank's anchors [B, A]; `hidden_states` get the gradient from all ranks' anchors.
+    """Compute log(1 + S_neg / S_pos) of this rank's anchors [B, A]; `hidden_states` get all ranks' gradients.
 
     A collective wherever the plan exchanges rows, and where tensor ranks share the work.
 

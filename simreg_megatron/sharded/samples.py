@@ -34,7 +34,7 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.pairs import View
 
 Replicas = Callable[[], dist.ProcessGroup]
-"""Asked for the ranks with other sequences, by those objectives alone that compare them."""
+"""Returns the group of the ranks with other sequences; called only by objectives that compare these."""
 
 
 class OwnTokens(NamedTuple):
@@ -57,7 +57,7 @@ def own_tokens(views: list[View], shard: SequenceShard) -> OwnTokens:
 
 
 def sum_over_sequence(part: Tensor, shard: SequenceShard) -> Tensor:
-    """The sum over the ranks that share the sequences; its backward is the same sum of their gradients."""
+    """Sum over the ranks that share the sequences; the backward is the same sum of their gradients."""
     for group in shard.anchor_groups:
         part = sum_over(part, group)
     return part
@@ -66,7 +66,7 @@ def sum_over_sequence(part: Tensor, shard: SequenceShard) -> Tensor:
 def sigreg_terms(
     config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
 ) -> Tensor:
-    """T of the sample of each anchor, [B, A]; 0 where a token is in none. A collective where a sample spans ranks.
+    """Compute T of each anchor's sample, [B, A]; 0 if a token is in none. A collective if a sample spans ranks.
 
     Directions follow from the iteration: all micro-batches of a step share them, however a step is cut into these.
     """
@@ -95,7 +95,7 @@ def sigreg_terms(
 def mic_terms(
     config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
 ) -> Tensor:
-    """L of the micro-batch on each anchor, [B, A]; 0 where a token does not count. A collective.
+    """Compute L of the micro-batch for each anchor, [B, A]; 0 if a token does not count. A collective.
 
     Iteration and other replicas change nothing here.
     """
@@ -122,7 +122,7 @@ def mic_options(config: SimRegConfig) -> MICOptions:
 def dispersion_terms(
     config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
 ) -> Tensor:
-    """L of each anchor's sequence, [B, A]; 0 where a token does not count. A collective, of the sampled states.
+    """Compute L of each anchor's sequence, [B, A]; 0 if a token does not count. A collective of the sampled states.
 
     All micro-batches of a step draw the same positions. Other replicas change nothing here.
     """

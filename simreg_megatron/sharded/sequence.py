@@ -142,7 +142,7 @@ def chunk_views(
 
 
 def _say_if_weightless(config: SimRegConfig, plan: RowPlan) -> None:
-    """Weights of chunks are normalised inside each domain: where that is one chunk, its weight is 1."""
+    """Log once if weights of chunks have no effect: they are normalised in each domain, and each is one chunk."""
     longest = max((window.domain[1] - window.domain[0] for window in plan.windows), default=0)
     if 0 < longest <= config.chunk_size:
         log_once(

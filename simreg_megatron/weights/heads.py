@@ -20,13 +20,13 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 
 _TERMS = {"prefixes-ce": lambda losses: losses, "z-loss": torch.square}
-"""Of a token's cross-entropy, or of its normalizer."""
+"""The term of a token, from its cross-entropy or its normalizer."""
 _STATES_AT_ONCE = 512  # so that their logits, over a large vocabulary, stay small next to those of a training step
 
 
 @torch.no_grad()
 def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
-    """[T, B, D] for labels [B, T], zero for labels below 0; no gradient.
+    """Return the output layer's rows [T, B, D] for labels [B, T], zero for labels below 0; no gradient.
 
     Each tensor-parallel rank holds a part of the vocabulary and gives the rows that it has: a collective over them.
     """

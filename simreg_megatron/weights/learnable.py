@@ -28,7 +28,7 @@ _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided
 
 
 def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
-    """Modules that the settings ask for: the scalars of each and where they start."""
+    """Return the modules that the settings ask for: the scalars of each and their initial values."""
     if config.combines:
         return {name: start for part in config.parts for name, start in wanted(part).items()}
     found = {}
@@ -67,7 +67,7 @@ def add_to(model: Any, modules: dict[str, dict[str, float]]) -> None:
 
 
 def refuse_without(config: SimRegConfig, model: Any) -> None:
-    """RuntimeError for a model of the last pipeline stage that lacks what the settings train."""
+    """Raise RuntimeError if a model of the last pipeline stage lacks scalars that the settings train."""
     for module, start in wanted(config).items():
         if getattr(model, "post_process", True) and not hasattr(model, PREFIX + module):
             raise RuntimeError(

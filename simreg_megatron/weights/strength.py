@@ -53,7 +53,7 @@ class Strength:
         self.is_off = self.is_off or (is_out and not self.repeats)
 
     def lambdas(self, hidden_size: int) -> dict[str, Tensor]:
-        """The weight of each objective in this step, under the names of the log; empty while all are constant."""
+        """Return the weight of each objective in this step by its name in the log; empty while all are constant."""
         factor = self.factor
         if factor is None:
             return {}

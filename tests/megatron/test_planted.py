@@ -60,12 +60,12 @@ GATHERED = "simcse-gather"
 def flags_of(name: str) -> tuple[str, ...]:
     if name == GATHERED:
         return (*flags_of("simcse"), "--simreg-objective-options", "gather=yes")
-    felt = BUILT_IN[name].felt
-    chunk = () if felt.chunk_size is None else ("--simreg-chunk-size", f"{felt.chunk_size}")
-    given = EVERY_TOKEN.get(name, felt.options)
+    example = BUILT_IN[name].example
+    chunk = () if example.chunk_size is None else ("--simreg-chunk-size", f"{example.chunk_size}")
+    given = EVERY_TOKEN.get(name, example.options)
     options = ("--simreg-objective-options", given) if given else ()
     temperature = ("--simreg-temperature", "0.5") if BUILT_IN[name].temperature is not None else ()
-    return ("--simreg-objective", name, "--simreg-lambda", f"{felt.weight:g}", *chunk, *options, *temperature)
+    return ("--simreg-objective", name, "--simreg-lambda", f"{example.weight:g}", *chunk, *options, *temperature)
 
 
 def planted(

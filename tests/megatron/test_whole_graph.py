@@ -24,7 +24,7 @@ from tests.megatron.runs import SIMREG
 EAGER = ("--train-iters", "6", "--eval-iters", "0", "--no-check-for-nan-in-loss-and-grad")
 GRAPH = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1")
 
-EACH = {one.name: one.felt for one in objectives.BUILT_IN.values() if one.trains and not one.draws}
+EACH = {one.name: one.example for one in objectives.BUILT_IN.values() if one.trains and not one.draws}
 SETTINGS = {
     "plain": (),
     "ramp": (*SIMREG, "--simreg-warmup-iters", "4"),
@@ -32,7 +32,7 @@ SETTINGS = {
     "document mask": (*SIMREG, "--simreg-document-mask", "--simreg-chunk-size", "16"),
     "TP2 with SP": (*SIMREG, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "AdaGC": (*SIMREG, "--adagc"),
-    **{name: neighbour(name, f"{felt.weight:g}", felt.chunk_size, felt.options).flags for name, felt in EACH.items()},
+    **{name: neighbour(name, f"{one.weight:g}", one.chunk_size, one.options).flags for name, one in EACH.items()},
 }
 
 

@@ -46,10 +46,10 @@ def given() -> Given:
 
 
 def settings(objective: Objective, **others: object) -> SimRegConfig:
-    """As it is felt; a temperature at which no pair is negligible."""
-    felt = objective.felt
-    found = {"objective": objective.name, "lambda_": felt.weight, "objective_options": _narrow(objective)}
-    if felt.chunk_size is not None:
+    """The example settings; a temperature at which no pair is negligible."""
+    example = objective.example
+    found = {"objective": objective.name, "lambda_": example.weight, "objective_options": _narrow(objective)}
+    if example.chunk_size is not None:
         found["chunk_size"] = SIZE
     if objective.temperature is not None:
         found["temperature"] = 0.4
@@ -59,8 +59,8 @@ def settings(objective: Objective, **others: object) -> SimRegConfig:
 def _narrow(objective: Objective) -> str:
     """Prefixes that these few features have."""
     if objective.options.get("prefixes") != "auto":
-        return objective.felt.options
-    kept = [word for word in objective.felt.options.split(",") if word and not word.startswith("prefixes=")]
+        return objective.example.options
+    kept = [word for word in objective.example.options.split(",") if word and not word.startswith("prefixes=")]
     return ",".join([*kept, "prefixes=2/4"])
 
 
@@ -181,7 +181,7 @@ def test_ranks_that_share_a_sequence(
     objective: Objective, config: SimRegConfig, layout: ShardLayout, tmp_path: Path
 ) -> None:
     """Chunks of 12 lie across them."""
-    chunks = {} if objective.felt.chunk_size is None else {"chunk_size": 12}
+    chunks = {} if objective.example.chunk_size is None else {"chunk_size": 12}
     check = functools.partial(check_rank, pulls_others=objective.name != "sce")  # whose keys have no gradient
     run_processes(check, 4, tmp_path, layout, settings(objective, **chunks))
 

@@ -136,7 +136,7 @@ def baseline(name: str, size: int | None = None, options: str = "") -> Part:
 
 
 def neighbour(name: str, weight: str, size: int | None = None, options: str = "") -> Part:
-    """Another objective that has no temperature, or whose terms need a weight of their own to be felt."""
+    """Another objective that has no temperature, or whose terms need a weight of their own to show."""
     made = baseline(name, size, options)
     return Part(made.name, ("--simreg-lambda", weight, *made.flags[len(SIMREG) :]))
 
@@ -414,8 +414,8 @@ _NORMALIZERS = [
 
 def cells_of(objective: Objective) -> tuple[Cell, ...]:
     """Return cells for an objective that comes with its record alone, with its test settings."""
-    felt = objective.felt
-    made = neighbour(objective.name, f"{felt.weight:g}", felt.chunk_size, felt.options)
+    example = objective.example
+    made = neighbour(objective.name, f"{example.weight:g}", example.chunk_size, example.options)
     return tuple(
         Cell(layout, made, mode=mode)
         for layout, mode in (
