@@ -107,6 +107,33 @@ def _hash_of_tokenizer(flags: Sequence[Flag]) -> str | None:
     return load_tokenizer(source).sha256
 
 
+def drop_unusable_indices(flags: Sequence[Flag]) -> list[str]:
+    """Delete Megatron's sample indices that are older than their text, or cut off; return notices for the user.
+
+    Megatron finds an index by the path of the text and the settings, and would train on these.
+    """
+    import numpy as np
+
+    notices, shared = [], flag_value(flags, "--data-cache-path")
+    for prefix in dict.fromkeys(prefixes(flags)):
+        changed = max(Path(f"{prefix}{ending}").stat().st_ctime for ending in ENDINGS)  # a copy may keep an old mtime
+        folder = Path(shared) if shared else Path(prefix, "cache", "GPTDataset_indices")
+        for description in folder.glob("*-description.txt"):
+            if json.dumps(prefix) not in description.read_text():
+                continue
+            files = [*folder.glob(description.name.replace("description.txt", "*.npy")), description]
+            try:
+                arrays = [np.load(path, mmap_mode="r") for path in files[:-1]]
+                is_usable = all(path.stat().st_mtime >= changed for path in files) and arrays
+            except (ValueError, EOFError):
+                is_usable = False
+            if not is_usable:
+                for path in files:
+                    path.unlink(missing_ok=True)
+                notices.append(f"sample indices in {folder} are older than {prefix}, or cut off: they are made again")
+    return list(dict.fromkeys(notices))
+
+
 def _check_split(prefix: str, split: str) -> None:
     """Refuse a split by documents that leaves a side empty: Megatron would look for a document without end."""
     documents = read_index(prefix).documents

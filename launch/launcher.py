@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import checkpoints, lock, preflight, progress, record, signals, sizes
-from launch.data import check_data, explain_missing, prefixes
+from launch.data import check_data, drop_unusable_indices, explain_missing, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.machine import Machine, look_at_machine
@@ -70,8 +70,11 @@ def _launch(family: str, argv: Sequence[str]) -> None:
             ensure_builtin_corpus(BUILTIN_CORPUS)
         if options.auto_resume:
             plan = _go_on(plan)
+        if os.environ["RANK"] == "0":
+            _say_each("> ", drop_unusable_indices(plan.flags))
         if os.environ["RANK"] == "0" and plan.save:
             try:
+                _say_each("> ", record.changes_of_flags(plan))
                 record.write(plan, stamp, environ=os.environ)
             except OSError as error:
                 _say(f"> warning: no record of this start in {plan.output} ({error.strerror}); the run continues")

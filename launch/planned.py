@@ -14,7 +14,7 @@ OF_A_START = {  # where a run's first weights come from; each resume would begin
     "--load", "--ckpt-step", "--finetune", "--no-load-optim", "--no-load-rng", "--pretrained-checkpoint",
     "--override-ckpt-iteration", "--load-main-params-from-ckpt", "--moe-use-upcycling",
 }  # fmt: skip
-_OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
+OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,6 @@ class Plan:
 
 def resumed(plan: Plan) -> Plan:
     """Return the plan of a run that resumes from its own checkpoints, and never from step 0."""
-    flags = without(plan.flags, {*OF_A_START, _OR_NOT_AT_ALL})
+    flags = without(plan.flags, {*OF_A_START, OR_NOT_AT_ALL})
     flags += [(f"--no-load-{part}",) for part in ("optim", "rng") if f"--no-save-{part}" in flag_names(plan.flags)]
-    return replace(plan, flags=(*flags, ("--load", str(plan.save or "")), (_OR_NOT_AT_ALL,)))
+    return replace(plan, flags=(*flags, ("--load", str(plan.save or "")), (OR_NOT_AT_ALL,)))

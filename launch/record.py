@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from launch.planned import ROOT, Plan
+from launch.planned import OF_A_START, OR_NOT_AT_ALL, ROOT, Plan
 
 _SECRET = re.compile(
     r"KEY|TOKEN|JWT|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|BEARER|WEBHOOK|PRIVATE|SIGNATURE|SESSION|(^|_)(PAT|DSN|PIN|OTP|SAS)(_|$)|_PWD$",
@@ -48,6 +48,18 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     if job:
         (folder / "job.sbatch").write_text(masked(_run(["scontrol", "write", "batch_script", job, "-"])) + "\n")
     return folder
+
+
+def changes_of_flags(plan: Plan) -> list[str]:
+    """Compare the flags with those of the last start in this folder; return a notice for the user if some differ."""
+    last = max((plan.output / "record").glob("*/flags.txt"), key=lambda path: path.stat().st_mtime, default=None)
+    if last is None:
+        return []
+    before = set(last.read_text(errors="surrogateescape").splitlines())
+    now = {masked(shlex.join(flag)) for flag in plan.flags}
+    differ = {*before, *now} - (before & now)
+    names = sorted({line.partition(" ")[0].partition("=")[0] for line in differ} - OF_A_START - {OR_NOT_AT_ALL})
+    return [f"flags that differ from the last start of this run: {', '.join(names)} (see {last})"] if names else []
 
 
 def shown(environ: Mapping[str, str]) -> list[str]:

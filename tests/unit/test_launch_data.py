@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch import data, launcher
@@ -114,3 +117,23 @@ def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.
     flags = [("--data-path", "PREFIX"), ("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", "PATH")]
     with pytest.raises(LaunchError, match="there is no PREFIX"):
         data.check_data(flags)
+
+
+@pytest.mark.parametrize("spoil", ("text", "index"))
+def test_indices_of_another_text_are_not_trained_on(place: Path, tmp_path: Path, spoil: str) -> None:
+    """Megatron finds them by the path of the text: those that are older than it, or cut off, are deleted."""
+    flags = [("--data-path", str(tmp_path / "train"))]
+    folder = tmp_path / "train" / "cache" / "GPTDataset_indices"
+    shutil.copy(place / "set" / "train.bin", tmp_path)
+    shutil.copy(place / "set" / "train.idx", tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "1f-GPTDataset-train-description.txt").write_text(json.dumps({"dataset_path": str(tmp_path / "train")}))
+    for name in ("1f-GPTDataset-train-sample_index.npy", "1f-GPTDataset-train-shuffle_index.npy"):
+        np.save(folder / name, np.arange(40))
+    assert data.drop_unusable_indices(flags) == [] and len(list(folder.iterdir())) == 3
+    if spoil == "text":
+        shutil.copy2(place / "set" / "valid.bin", tmp_path / "train.bin")  # with its old time
+    else:
+        os.truncate(folder / "1f-GPTDataset-train-sample_index.npy", 200)
+    (notice,) = data.drop_unusable_indices(flags)
+    assert "are made again" in notice and not list(folder.iterdir())
