@@ -111,27 +111,38 @@ def drop_unusable_indices(flags: Sequence[Flag]) -> list[str]:
     """Delete Megatron's sample indices that are older than their text, or cut off; return notices for the user.
 
     Megatron finds an index by the path of the text and the settings, and would train on these.
-    """
-    import numpy as np
 
+    Raises:
+        LaunchError: one of them cannot be deleted.
+    """
     notices, shared = [], flag_value(flags, "--data-cache-path")
     for prefix in dict.fromkeys(prefixes(flags)):
         changed = max(Path(f"{prefix}{ending}").stat().st_ctime for ending in ENDINGS)  # a copy may keep an old mtime
         folder = Path(shared) if shared else Path(prefix, "cache", "GPTDataset_indices")
-        for description in folder.glob("*-description.txt"):
-            if json.dumps(prefix) not in description.read_text():
-                continue
+        of_text = [path for path in folder.glob("*-description.txt") if json.dumps(prefix) in path.read_text()]
+        for description in of_text:
             files = [*folder.glob(description.name.replace("description.txt", "*.npy")), description]
+            if all(path.stat().st_mtime >= changed and _is_whole(path) for path in files):
+                continue
             try:
-                arrays = [np.load(path, mmap_mode="r") for path in files[:-1]]
-                is_usable = all(path.stat().st_mtime >= changed for path in files) and arrays
-            except (ValueError, EOFError):
-                is_usable = False
-            if not is_usable:
                 for path in files:
                     path.unlink(missing_ok=True)
-                notices.append(f"sample indices in {folder} are older than {prefix}, or cut off: they are made again")
+            except OSError as error:
+                raise LaunchError(
+                    f"{error.filename} is older than {prefix}, or cut off, and cannot be deleted ({error.strerror}): "
+                    "delete it, or give --data-cache-path FOLDER"
+                ) from None
+            notices.append(f"sample indices in {folder} are older than {prefix}, or cut off: they are made again")
     return list(dict.fromkeys(notices))
+
+
+def _is_whole(path: Path) -> bool:
+    import numpy as np
+
+    try:
+        return path.suffix != ".npy" or np.load(path, mmap_mode="r") is not None
+    except (ValueError, EOFError):
+        return False
 
 
 def _check_split(prefix: str, split: str) -> None:
