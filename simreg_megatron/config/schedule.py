@@ -111,7 +111,7 @@ def parsed(text: str, warmup_iters: int, off_after: float | None, start_iter: in
     """ "constant", "linear:0.1" or "cosine:0", with the other settings.
 
     Raises:
-        ValueError: it is none of them, or would change nothing.
+        ValueError: it is none of them.
     """
     shape, colon, number = text.partition(":")
     if shape not in SHAPES or bool(colon) == (shape == "constant"):
@@ -122,8 +122,6 @@ def parsed(text: str, warmup_iters: int, off_after: float | None, start_iter: in
     final = _number(number) if colon else 1.0
     if not 0 <= final <= _HIGHEST:
         raise ValueError(f"the SimReg lambda schedule {shape} ends at a share from 0 to {_HIGHEST:,}, not {number!r}")
-    if colon and final == 1:
-        raise ValueError(f"the SimReg lambda schedule {text} changes nothing, as it ends where it begins: drop it")
     if off_after is not None and not 0 < off_after < 1:
         raise ValueError(
             f"SimReg is off after a share of the training above 0 and below 1, not {off_after:g}: "

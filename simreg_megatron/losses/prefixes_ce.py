@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from simreg_megatron.kernels.precision import no_autocast, product
-from simreg_megatron.losses._chunks import as_batch, check_device, check_tokens
+from simreg_megatron.losses._chunks import as_batch, check_tokens
 
 
 def prefixes_ce_loss(
@@ -37,14 +37,16 @@ def prefixes_ce_loss(
         valid: bool [b, n].
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes, types or devices do not fit; torch's own error for a label
+            beyond the rows of the weight, or another bias.
 
     Source: Matryoshka representation learning, arXiv 2205.13147; one layer for all prefixes is its "efficient" form.
     """
     check_tokens(embeddings, labels, valid, None, 0)
     embeddings, labels, valid = as_batch(embeddings, labels, valid)
-    _check_layer(embeddings, weight, bias)
     width = embeddings.shape[-1]
+    if weight.shape[1:] != (width,):
+        raise ValueError(f"weight must be [v, {width}], like the embeddings, got {list(weight.shape)}.")
     outside = [prefix for prefix in prefixes if not 1 <= prefix <= width]
     if outside:
         raise ValueError(f"a prefix must be from 1 to {width} features of {width}, got {outside[0]}.")
@@ -62,28 +64,7 @@ def prefixes_ce_loss(
 def _sum(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     logits = logits if bias is None else logits + bias
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    try:
-        return functional.cross_entropy(logits, targets, reduction="sum")
-    except IndexError as error:  # a GPU says so in its own way: looking there first would wait for it
-        raise ValueError(
-            f"a label is beyond the {logits.shape[-1]} rows of the weight: give ids below that, or mask the token."
-        ) from error
-
-
-def _check_layer(embeddings: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"weight must be floating point [v, d], got {weight.dtype} {list(weight.shape)}.")
-    if weight.shape[1] != embeddings.shape[-1]:
-        raise ValueError(
-            f"the output layer takes {weight.shape[1]} features, and the embeddings have {embeddings.shape[-1]}."
-        )
-    check_device("weight is", weight, "embeddings", embeddings)
-    if bias is not None:
-        check_device("bias is", bias, "embeddings", embeddings)
-        if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype:
-            raise ValueError(
-                f"bias must be {list(weight.shape[:1])} and {weight.dtype}, got {list(bias.shape)} and {bias.dtype}."
-            )
+    return functional.cross_entropy(logits, targets, reduction="sum")
 
 
 def default_prefixes(width: int) -> tuple[int, ...]:

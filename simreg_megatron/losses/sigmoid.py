@@ -17,7 +17,6 @@ from simreg_megatron.losses._chunks import (
     Span,
     check_device,
     check_tokens,
-    is_number,
     label_pairs,
     self_pairs,
     usable_tokens,
@@ -122,8 +121,6 @@ def sigmoid_terms(
     check_choice("param", param, PARAMETRIZATIONS)
     check_choice("pair_reduction", pair_reduction, PAIR_REDUCTIONS)
     check_choice("self_positive", self_positive, _SELF_POSITIVES)
-    if not isinstance(bias, Tensor) and not is_number(bias):
-        raise ValueError(f"bias must be a number, or a scalar tensor to train it, got {bias!r}.")
     if headed and self_positive == "always":
         raise ValueError("self_positive 'always' has no effect on heads, which a token always meets: drop it.")
     if adapter is not None and not headed:

@@ -26,7 +26,6 @@ OF_SEVERAL_OBJECTIVES = [
 WITH_A_LAMBDA = [
     ({"lambda_schedule": "linear"}, "such as linear:0.1 or cosine:0, not 'linear'"),
     ({"lambda_schedule": "cosine:inf"}, "a share from 0 to 1,000"),
-    ({"lambda_schedule": "cosine:1"}, "changes nothing, as it ends where it begins"),
     ({"off_after": 1.0}, "above 0 and below 1, not 1: drop it"),
     ({"objective": "sigreg", "temperature": 0.1}, "objective sigreg has no temperature"),
     ({"objective": "sigreg", "scope": "local"}, "scope local has no effect on objective sigreg"),

@@ -139,7 +139,7 @@ def test_it_equals_the_plain_form() -> None:
     torch.testing.assert_close(found, per_token[counts].mean(), **TIGHT)
     with pytest.raises(ValueError, match="from 1 to 8 features of 8, got 9"):
         prefixes_ce_loss(made["rows"], labels, made["weight"], prefixes=(9,))
-    with pytest.raises(ValueError, match="takes 3 features, and the embeddings have 8"):
+    with pytest.raises(ValueError, match=r"weight must be \[v, 8\], like the embeddings, got \[.*, 3\]"):
         prefixes_ce_loss(made["rows"], labels, made["weight"][:, :3])
     assert default_prefixes(192) == (16, 32, 64) and default_prefixes(WIDTH) == (4,) and default_prefixes(1) == (1,)
 
@@ -160,22 +160,11 @@ def test_the_plain_form_sums_in_float32(dtype: torch.dtype, autocast: bool) -> N
         assert found.dtype == torch.float32 and found.item() == pytest.approx(terms.double().mean().item(), rel=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"weight": torch.ones(WIDTH)}, r"weight must be floating point \[v, d\], got torch.float32 \[8\]"),
-        ({"weight": torch.ones(3, WIDTH, device="meta")}, "weight is on meta but embeddings on cpu"),
-        ({"bias": torch.ones(4)}, r"bias must be \[3\] and torch.float32, got \[4\]"),
-        ({"labels": torch.tensor([0, 3])}, "a label is beyond the 3 rows of the weight"),
-    ],
-)
-def test_inputs_that_do_not_fit_the_layer_are_refused(change: dict[str, Tensor], sentence: str) -> None:
-    given = {"labels": torch.tensor([0, 2]), "weight": torch.ones(3, WIDTH)} | change
-    with pytest.raises(ValueError, match=sentence):
-        prefixes_ce_loss(torch.ones(2, WIDTH), **given)
-    masked = torch.tensor([True, False])
-    if "labels" in change:
-        assert prefixes_ce_loss(torch.ones(2, WIDTH), **given, valid=masked).isfinite(), "masked, it may be anything"
+def test_a_masked_label_may_be_beyond_the_layer() -> None:
+    given = torch.ones(2, WIDTH), torch.tensor([0, 3]), torch.ones(3, WIDTH)
+    with pytest.raises(IndexError):
+        prefixes_ce_loss(*given)
+    assert prefixes_ce_loss(*given, valid=torch.tensor([True, False])).isfinite()
 
 
 def model(weight: Tensor, **settings: Any) -> SimpleNamespace:
