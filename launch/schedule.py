@@ -77,7 +77,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     try:
         from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-        from simreg_megatron.tools.safe_load import check_checkpoint
+        from simreg_megatron.tools.checkpoints import check_checkpoint
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.safe_load import CheckpointError
+from simreg_megatron.tools.checkpoints import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor

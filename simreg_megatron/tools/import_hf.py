@@ -10,9 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.folders import TRACKER, new_folder, refuse_taken
+from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, refuse_taken
 from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
-from simreg_megatron.tools.safe_load import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor

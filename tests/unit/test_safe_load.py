@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from simreg_megatron import cli
-from simreg_megatron.tools.safe_load import CheckpointError, check_archive, check_checkpoint, check_pickle
+from simreg_megatron.tools.checkpoints import CheckpointError, check_archive, check_checkpoint, check_pickle
 from tests.helpers.checkpoints import Calls, archive_of, dist_checkpoint, tiny_config
 
 pytest.importorskip("transformers")
