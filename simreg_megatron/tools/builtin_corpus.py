@@ -21,7 +21,6 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,24 +170,19 @@ def is_validation(name: str) -> bool:
 
 def read_documents(roots: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """Yield the name and the documentation of each module below the roots, in a fixed order, each docstring once."""
-    files = [
-        (root, path)
-        for root in roots
-        for path in sorted(root.rglob("*.py"))
-        if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
-    ]
-    seen: set[bytes] = set()
-    with ProcessPoolExecutor(2) as pool:
-        found = pool.map(_docstrings, [path for _, path in files], chunksize=64)
-        for (root, path), docstrings in zip(files, found, strict=True):
-            fresh = []
-            for text in docstrings:
-                digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
-                if digest not in seen:
-                    seen.add(digest)
-                    fresh.append(text)
-            if fresh:
-                yield path.relative_to(root).as_posix(), "\n\n".join(fresh)
+    seen: set[str] = set()
+    for folder, path in [(root, path) for root in roots for path in sorted(root.rglob("*.py"))]:
+        name = path.relative_to(folder)
+        if _SKIPPED_FOLDERS & set(name.parts[:-1]):
+            continue
+        fresh = []
+        for text in _docstrings(path):
+            words = " ".join(text.split())
+            if words not in seen:
+                seen.add(words)
+                fresh.append(text)
+        if fresh:
+            yield name.as_posix(), "\n\n".join(fresh)
 
 
 def _docstrings(path: Path) -> list[str]:
@@ -206,11 +200,5 @@ def _docstrings(path: Path) -> list[str]:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
         texts = [text for text in (ast.get_docstring(node, clean=False) for node in nodes) if text]
-    return [text for text in map(inspect.cleandoc, texts) if _is_english(text)]
-
-
-def _is_english(text: str) -> bool:
-    """Return whether a docstring is prose in ASCII: long enough, mostly letters in words, few symbols."""
-    if len(text) < _SHORTEST or not text.isascii():
-        return False
-    return sum(map(len, _WORD.findall(text))) > 0.55 * len(text)
+    in_ascii = (text for text in map(inspect.cleandoc, texts) if len(text) >= _SHORTEST and text.isascii())
+    return [text for text in in_ascii if sum(map(len, _WORD.findall(text))) > 0.55 * len(text)]  # prose, not tables

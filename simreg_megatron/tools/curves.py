@@ -73,15 +73,7 @@ class Run:
 
 
 def read_run(folder: str | Path, name: str = "") -> Run:
-    """Read a run.
-
-    Args:
-        folder: the --tensorboard-dir of a run, or its --output folder.
-        name: the run's name in figures; by default the name of its output folder.
-
-    Raises:
-        ReportError: the folder holds no TensorBoard scalars.
-    """
+    """Read a run from its --tensorboard-dir or its --output folder, whose name it has unless another is given."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     folder = Path(folder)
@@ -95,7 +87,7 @@ def read_run(folder: str | Path, name: str = "") -> Run:
         texts = {tag.removesuffix(_TEXT): events.Tensors(tag)[-1] for tag in tags["tensors"] if tag.endswith(_TEXT)}
         settings = {tag: b"".join(text.tensor_proto.string_val).decode() for tag, text in texts.items()}
         logged = {tag: events.Scalars(tag) for tag in tags["scalars"] if not tag.endswith(" vs samples")}
-        scalars = _by_step(logged, _has_test_set(settings))
+        scalars = _by_step(logged, settings)
     except Exception as error:  # a damaged record may raise any type in TensorBoard
         raise ReportError(f"{inner} holds a damaged TensorBoard file ({type(error).__name__}: {error})") from None
     if not scalars:
@@ -110,19 +102,15 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     return Run(name or (own.parent if own.name == "tensorboard" else own).name, scalars, settings)
 
 
-def _has_test_set(settings: Mapping[str, str]) -> bool:
-    """Return whether Megatron evaluates a test set at the end of the run."""
-    shares = re.findall(r"[\d.]+", settings.get("split", "")) if settings.get("data_path", "None") != "None" else []
-    return settings.get("test_data_path", "None") != "None" or any(map(float, shares[2:]))
-
-
-def _by_step(events: Mapping[str, Iterable[Any]], has_test_set: bool) -> dict[str, Series]:
+def _by_step(events: Mapping[str, Iterable[Any]], settings: Mapping[str, str]) -> dict[str, Series]:
     """Keep one value a step, the last; and none of what a run logged before it was resumed from an earlier step.
 
     Megatron logs the loss of a test set at the end, under the tag and step of the validation loss: it is left out.
     """
     import numpy as np
 
+    shares = re.findall(r"[\d.]+", settings.get("split", "")) if settings.get("data_path", "None") != "None" else []
+    has_test_set = settings.get("test_data_path", "None") != "None" or any(map(float, shares[2:]))
     in_order = {tag: sorted(of_tag, key=lambda event: event.wall_time) for tag, of_tag in events.items()}
     logged = pairwise(in_order.get(TRAIN_LOSS, ()))
     restarts = [(after.wall_time, after.step) for before, after in logged if after.step <= before.step]

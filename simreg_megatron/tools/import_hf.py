@@ -54,11 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Read the configuration and the weights of a Hugging Face model.
-
-    Raises:
-        CheckpointError: it is no LLaMA or Mixtral in safetensors files, is damaged, or holds NaN or infinite numbers.
-    """
+    """Read the configuration and the weights of a LLaMA or Mixtral in safetensors files, and refuse damaged ones."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoConfig

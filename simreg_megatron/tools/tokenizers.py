@@ -62,11 +62,7 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """Load a sentencepiece `.model` file, or a Hugging Face folder or name.
-
-    Raises:
-        DataError: it is not there, cannot be read, or has no end-of-text token.
-    """
+    """Load a sentencepiece `.model` file, or a Hugging Face folder or name; a DataError if it is of no use."""
     path, is_sentencepiece = Path(source), source.endswith(".model")
     give = "give a sentencepiece .model, or a Hugging Face folder or name"
     if path.is_file() and not is_sentencepiece:
@@ -120,38 +116,30 @@ def _load_hugging_face(source: str) -> Tokenizer:
     )  # fmt: skip
 
 
-def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int | None = None) -> None:
-    """Train byte pairs on a sample of the texts and write them to `output`: ids 0 unknown, 1 begin, 2 end of text.
+def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int = 4192) -> None:
+    """Train byte pairs on a fixed random draw of the texts: ids 0 unknown, 1 begin, 2 end of text; every byte is one.
 
-    Args:
-        texts: documents; a fixed random draw of them is used, up to 3 million characters.
-        output: the .model file to write.
-        vocab_size: number of pieces; every byte is one of them, so that all text can be written.
-        longest_line: bytes; sentencepiece leaves out longer lines (default: its own 4192).
-
-    Raises:
-        DataError: the texts yield fewer pieces than that.
+    Lines of more than `longest_line` bytes are left out. A DataError if the texts yield fewer than `vocab_size` pieces.
     """
     import sentencepiece
 
-    order = list(range(len(texts)))
-    random.Random(0).shuffle(order)
+    shuffled = list(texts)
+    random.Random(0).shuffle(shuffled)
     lines: list[str] = []
     characters = 0
-    for index in order:
-        some = [line for line in texts[index].splitlines() if line.strip()]
+    for text in shuffled:
+        some = [line for line in text.splitlines() if line.strip()]
         lines += some
         characters += sum(map(len, some))
         if characters >= _SAMPLE_CHARACTERS:
             break
     model = io.BytesIO()
-    longest: dict[str, Any] = {} if longest_line is None else {"max_sentence_length": longest_line}
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
             byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, **longest, unk_id=0, bos_id=1, eos_id=2,
-            pad_id=-1, num_threads=2, minloglevel=2,
+            remove_extra_whitespaces=False, max_sentence_length=longest_line,
+            unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2,
         )  # fmt: skip
     except RuntimeError as error:  # the reason stands behind the line of sentencepiece's source
         reason = str(error).rpartition("] ")[2].strip()
@@ -160,14 +148,7 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, long
 
 
 def check_size(args: argparse.Namespace, num_rows: int, size: int, given: str) -> None:
-    """Refuse a tokenizer that is not that of training: the exported model would load and write nonsense.
-
-    Args:
-        args: Megatron's arguments in the checkpoint.
-        num_rows: of the checkpoint's embedding.
-        size: the number of tokens without padding.
-        given: the option or the path that has this size.
-    """
+    """Refuse a `size` without padding that is not that of training: the exported model would write nonsense."""
     # Rows are padded to a multiple of this; an imported checkpoint does not say how, so any number may be.
     multiple = getattr(args, "make_vocab_size_divisible_by", 0) * args.tensor_model_parallel_size or num_rows
     is_sentencepiece = "SentencePiece" in str(args.tokenizer_type)  # to which Megatron up to 0.15 appended tokens
