@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launch.flags import LaunchError, refuse
+from launch.flags import LaunchError
 
 DEFAULT = Path(__file__).resolve().parent / "cluster.env"
 RUNTIMES = ("venv", "pyxis", "apptainer")
@@ -47,21 +47,16 @@ class Site:
 
     def __post_init__(self) -> None:
         is_container = self.runtime != "venv"
-        refuse(
-            (self.runtime not in RUNTIMES, f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime[:200]!r}"),
-            (
-                is_container and not self.container_image,
-                f"RUNTIME={self.runtime} needs an image: set CONTAINER_IMAGE, or RUNTIME=venv",
-            ),
-            (
-                self.container_image and not is_container,
-                "CONTAINER_IMAGE has no effect with RUNTIME=venv: leave it empty, or name pyxis or apptainer",
-            ),
-            (
-                "--gpus-per-task" in self.gpu_request + self.sbatch_extra,
-                "--gpus-per-task hides a node's other GPUs from each process: use --gpus-per-node=N or --gres=gpu:N",
-            ),
-        )
+        if self.runtime not in RUNTIMES:
+            raise LaunchError(f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime[:200]!r}")
+        if is_container and not self.container_image:
+            raise LaunchError(f"RUNTIME={self.runtime} needs an image: set CONTAINER_IMAGE, or RUNTIME=venv")
+        if self.container_image and not is_container:
+            instead = "leave it empty, or name pyxis or apptainer"
+            raise LaunchError(f"CONTAINER_IMAGE has no effect with RUNTIME=venv: {instead}")
+        if "--gpus-per-task" in self.gpu_request + self.sbatch_extra:
+            instead = "use --gpus-per-node=N or --gres=gpu:N"
+            raise LaunchError(f"--gpus-per-task hides a node's other GPUs from each process: {instead}")
 
 
 def read_site(path: Path, variables: Mapping[str, str]) -> Site:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from launch import checkpoints, preflight, progress
 from launch.dry_run import facts_of
-from launch.flags import LaunchError, flag_names, flag_number, refuse
+from launch.flags import LaunchError, flag_names, flag_number
 from launch.launcher import check_text, continued
 from launch.machine import Machine
 from launch.options import TINY, layout_names, make_parser, read_layout
@@ -188,27 +188,22 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
     output, names = plan.output.absolute(), flag_names(plan.flags)
-    refuse(
-        (
-            not 0.5 <= options.reserve < math.inf,
-            f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it",
-        ),
-        (
-            re.search(r"[\s%#\"'\\]", str(output)),
-            f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %",
-        ),
-        (
-            progress.has_ended(plan),
-            f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
-        ),
-        ("--skip-train" in names, "--skip-train trains nothing for a chain to resume: leave it out"),
-        ("--save-retain-interval" in names, "--keep N deletes what --save-retain-interval keeps: leave it out"),
-        (checkpoints.is_there(plan.output / STOP), f"{plan.output / STOP} stops every slice: remove it first"),
-        (
-            "--exit-duration-in-mins" in names,
-            "the job sets --exit-duration-in-mins: leave it out, and give --time and --reserve before the script",
-        ),
-    )
+    if not 0.5 <= options.reserve < math.inf:
+        raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
+    if re.search(r"[\s%#\"'\\]", str(output)):
+        raise LaunchError(f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %")
+    if progress.has_ended(plan):
+        done = f"{plan.output}: {progress.length(plan)} are done"
+        raise LaunchError(f"{done}: ask for more, or give another --output")
+    if "--skip-train" in names:
+        raise LaunchError("--skip-train trains nothing for a chain to resume: leave it out")
+    if "--save-retain-interval" in names:
+        raise LaunchError("--keep N deletes what --save-retain-interval keeps: leave it out")
+    if checkpoints.is_there(plan.output / STOP):
+        raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
+    if "--exit-duration-in-mins" in names:
+        instead = "leave it out, and give --time and --reserve before the script"
+        raise LaunchError(f"the job sets --exit-duration-in-mins: {instead}")
 
 
 def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
