@@ -10,8 +10,7 @@ from importlib import metadata
 
 from launch import data, preflight, sizes
 from launch.flags import flag_number, flag_value
-from launch.machine import Machine
-from launch.planned import ROOT, Plan
+from launch.planned import ROOT, Machine, Plan
 from simreg_megatron.installed import python_path
 from simreg_megatron.objectives.simreg import note_on_lambda
 

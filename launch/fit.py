@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from launch import preflight, sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, without
-from launch.machine import Machine
+from launch.planned import Machine
 
 
 def fit_preset(

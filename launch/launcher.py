@@ -24,10 +24,9 @@ from launch import checkpoints, lock, preflight, progress, record, signals, size
 from launch.data import check_data, explain_missing, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
-from launch.machine import Machine, look_at_machine
 from launch.options import TINY, make_parser
 from launch.plan import BUILTIN_CORPUS, build_plan
-from launch.planned import OF_A_START, Plan, resumed
+from launch.planned import OF_A_START, Machine, Plan, look_at_machine, resumed
 from simreg_megatron.tools.indexed import DataError, is_pair
 
 

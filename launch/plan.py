@@ -12,9 +12,8 @@ from pathlib import Path
 from launch import preflight, sizes
 from launch.fit import fit_preset
 from launch.flags import Flag, LaunchError, flag_names, flag_value, group_flags, read_preset, without
-from launch.machine import Machine
 from launch.options import PRESETS, RECIPES, TINY, read_layout
-from launch.planned import OWN_SCRIPT, ROOT, Plan
+from launch.planned import OWN_SCRIPT, ROOT, Machine, Plan
 
 PATTERN = "--hybrid-layer-pattern"  # Megatron's: then it builds a HybridModel, a GPTModel otherwise
 BUILTIN_CORPUS = ROOT / "data" / "builtin"

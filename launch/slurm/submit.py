@@ -23,11 +23,9 @@ from launch import checkpoints, preflight, progress
 from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_names, flag_number
 from launch.launcher import check_text, continued
-from launch.machine import Machine
 from launch.options import TINY, layout_names, make_parser, read_layout
 from launch.plan import build_plan
-from launch.planned import ROOT, Plan
-from launch.schedule import ScheduleError
+from launch.planned import ROOT, Machine, Plan
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render
@@ -94,7 +92,7 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
     try:
         answer = preflight.check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
-        if site.runtime == "venv" or isinstance(error, ScheduleError):
+        if site.runtime == "venv" or isinstance(error, preflight.ScheduleError):
             raise
         return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
     if answer is None:

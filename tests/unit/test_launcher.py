@@ -19,10 +19,9 @@ import pytest
 from launch import launcher, preflight, progress, record, sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_names, flag_value, flatten, group_flags, read_preset
-from launch.machine import Machine
 from launch.options import PRESETS, RECIPES, make_parser
 from launch.plan import build_plan
-from launch.planned import Plan, resumed
+from launch.planned import Machine, Plan, resumed
 from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
 from tests.megatron import runs
