@@ -20,7 +20,7 @@ from glob import glob
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, lock, preflight, progress, record, signals, sizes
+from launch import checkpoints, lock, preflight, record, signals, sizes
 from launch.data import check_data, explain_missing, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
@@ -58,8 +58,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     if options.dry_run:
         _preview(plan, options, machine)
         return
-    if options.auto_resume and progress.has_ended(plan):
-        _say(f"> {plan.output}: {progress.length(plan)} are done, so there is nothing to do")
+    if options.auto_resume and record.has_ended(plan):
+        _say(f"> {plan.output}: {record.length(plan)} are done, so there is nothing to do")
         return
     _check(plan, options, machine)
     with _alone(plan):
@@ -79,7 +79,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
         _train(plan)  # ends the process if training stops before its end
         if options.auto_resume and os.environ["RANK"] == "0":
-            progress.mark_ended(plan)
+            record.mark_ended(plan)
 
 
 def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
@@ -103,8 +103,8 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     preflight.check_load(begins.flags)
     answer = preflight.check_with_megatron(begins, machine)
     _say(describe(begins, machine, environ=os.environ, resumes=newest))
-    if options.auto_resume and progress.has_ended(plan):
-        _say(f"# note      the run itself would do nothing: {progress.length(plan)} are done")
+    if options.auto_resume and record.has_ended(plan):
+        _say(f"# note      the run itself would do nothing: {record.length(plan)} are done")
     if answer and answer.objection:
         _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {answer.objection}")
     _say_each("# note      ", check_text(plan, may_miss=True))

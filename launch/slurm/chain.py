@@ -20,7 +20,7 @@ from typing import Any
 
 from launch import checkpoints, lock
 from launch.flags import LaunchError
-from launch.progress import ENDED
+from launch.record import ENDED
 from launch.signals import SAVE_AND_LEAVE
 
 BOOK = "slices.jsonl"

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch import checkpoints, preflight, progress
+from launch import checkpoints, preflight, record
 from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_names, flag_number
 from launch.launcher import check_text, continued
@@ -28,8 +28,7 @@ from launch.plan import build_plan
 from launch.planned import ROOT, Machine, Plan
 from launch.slurm import needs
 from launch.slurm.chain import STOP
-from launch.slurm.job import Job, render
-from launch.slurm.site import DEFAULT, Site, read_site
+from launch.slurm.job import DEFAULT, Job, Site, read_site, render
 from simreg_megatron.tools.indexed import DataError
 
 
@@ -190,8 +189,8 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
         raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
     if re.search(r"[\s%#\"'\\]", str(output)):
         raise LaunchError(f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %")
-    if progress.has_ended(plan):
-        done = f"{plan.output}: {progress.length(plan)} are done"
+    if record.has_ended(plan):
+        done = f"{plan.output}: {record.length(plan)} are done"
         raise LaunchError(f"{done}: ask for more, or give another --output")
     if "--skip-train" in names:
         raise LaunchError("--skip-train trains nothing for a chain to resume: leave it out")
@@ -227,7 +226,7 @@ def _submit(job: Job, text: str) -> None:
     path = folder / "job.sbatch"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (job.output / progress.ENDED).unlink(missing_ok=True)  # of a shorter run that continues now
+        (job.output / record.ENDED).unlink(missing_ok=True)  # of a shorter run that continues now
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)  # for this user only: the settings of a cluster may hold a key
