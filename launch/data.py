@@ -53,19 +53,8 @@ def read_manifest(prefix: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def vocabulary(flags: Sequence[Flag], otherwise: int) -> int:
-    """Return the vocabulary size of the first text that has a manifest here."""
-    sizes = (read_manifest(prefix).get("vocab_size", 0) for prefix in prefixes(flags))
-    return next((size for size in sizes if size > 0), otherwise)
-
-
 def check_data(flags: Sequence[Flag]) -> list[str]:
-    """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user.
-
-    Raises:
-        LaunchError: the run cannot be trained on it.
-        DataError: the text or the tokenizer is not whole.
-    """
+    """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user."""
     notices: list[str] = []
     texts = prefixes(flags)
     for prefix in texts:

@@ -54,8 +54,9 @@ def facts_of(plan: Plan, machine: Machine) -> dict[str, str]:
 
 def vocabulary_of(plan: Plan) -> int:
     """Return the size of the vocabulary: as asked for, as the manifest of the text has it, or assumed."""
+    known = (data.read_manifest(prefix).get("vocab_size", 0) for prefix in data.prefixes(plan.flags))
     assumed = BUILTIN_VOCABULARY if plan.builtin_corpus else ASSUMED_VOCABULARY
-    return flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
+    return flag_number(plan.flags, "--vocab-size", next((size for size in known if size > 0), assumed))
 
 
 def tokens_of(plan: Plan) -> int:
@@ -124,10 +125,9 @@ def _rendezvous(machine: Machine, environ: Mapping[str, str]) -> list[str]:
 
 def megatron_version(environ: Mapping[str, str]) -> str:
     """Read the release that would run, without importing it."""
-    tree = environ.get("MEGATRON_PATH")
-    if not tree:
-        try:
-            return f"megatron-core {metadata.version('megatron-core')}"
-        except metadata.PackageNotFoundError:
-            return "not installed (make setup)"
-    return f"of the source tree {tree}"
+    if tree := environ.get("MEGATRON_PATH"):
+        return f"of the source tree {tree}"
+    try:
+        return f"megatron-core {metadata.version('megatron-core')}"
+    except metadata.PackageNotFoundError:
+        return "not installed (make setup)"

@@ -218,12 +218,10 @@ def _refuse_to_overwrite(plan: Plan) -> None:
         return
     newest = checkpoints.newest_whole(Path(target))
     has_tracker = (Path(target) / checkpoints.TRACKER).is_file()
-    if "--load" not in flag_names(plan.flags):
-        if has_tracker or newest is not None:
-            raise LaunchError(
-                f"{target} has checkpoints of an earlier run: resume it with --auto-resume, or give another --output"
-            )
-    elif flag_value(plan.flags, "--load") == target and newest is not None and not has_tracker:
+    if "--load" not in flag_names(plan.flags) and (has_tracker or newest is not None):
+        instead = "resume it with --auto-resume, or give another --output"
+        raise LaunchError(f"{target} has checkpoints of an earlier run: {instead}")
+    if flag_value(plan.flags, "--load") == target and newest is not None and not has_tracker:
         raise LaunchError(
             f"{target} has a complete checkpoint of iteration {newest} and no {checkpoints.TRACKER}, so Megatron would "
             "start at step 0 and overwrite it: resume with --auto-resume, which writes that file"

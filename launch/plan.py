@@ -39,16 +39,8 @@ def build_plan(
 ) -> Plan:
     """Choose every flag of the run; the user's own come last and replace the preset's.
 
-    Args:
-        family: "llama", "mixtral" or "hybrid".
-        options: what `make_parser(family)` read.
-        user_words: what it did not know: flags for Megatron.
-        machine: the hardware and the number of ranks.
-        environ: environment variables; MEGATRON_PATH and SIMREG_CPU are read.
-        stamp: names the output folder of a tiny run.
-
-    Raises:
-        LaunchError: the run cannot start as asked.
+    `options` and `user_words` are what `make_parser(family)` read and did not know; of `environ`, MEGATRON_PATH and
+    SIMREG_CPU are read; `stamp` names the output folder of a tiny run. A LaunchError if it cannot start as asked.
     """
     asked = group_flags(re.sub("^--persistent-save-interval", "--save-interval", word) for word in user_words)
     _refuse_contradictions(options, asked)

@@ -120,19 +120,11 @@ class Answer(NamedTuple):
 
 
 def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> Answer | None:
-    """Let Megatron's own parser and checks read the run's flags.
+    """Let Megatron's own parser and checks read the run's flags; a LaunchError if the run would not start.
 
-    Args:
-        plan: the run. The script of a source tree may add flags of its own, so unknown ones are accepted for it.
-        machine: the hardware and the number of ranks.
-        trains: whether this process goes on to train; Megatron's log then keeps the output that it finds at import.
-
-    Returns:
-        What Megatron says; None if it cannot be asked. It objects only if a run on GPUs is planned without one: some
-        of its checks ask the GPU.
-
-    Raises:
-        LaunchError: the run would not start.
+    None if Megatron cannot be asked. It objects in an Answer only if a run on GPUs is planned without one: some of its
+    checks ask the GPU. The script of a source tree may add flags of its own, so unknown ones are accepted for it.
+    In a process that `trains`, Megatron's log keeps the output that it finds at import.
     """
     flags = plan.flags
     use_tree(plan.tree)
