@@ -11,13 +11,12 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import pickletools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 from simreg_megatron.notices import SentenceError
 
@@ -116,29 +115,57 @@ def check_archive(data: bytes, where: str) -> None:
 
 
 def check_pickle(data: bytes, where: str) -> None:
-    """Check the names in a pickle, and in pickles in its `io.BytesIO` objects; `where` begins the error message."""
-    below = top = cast("str | None", None)  # the two values on top of the stack, if the last opcodes pushed strings
-    memo: dict[int, str | None] = {}
-    names, contents = set(), []
-    for opcode, value, _ in pickletools.genops(data):
-        kind, argument = opcode.name, cast(Any, value)
-        if kind == "MEMOIZE" or kind.endswith("PUT"):
-            memo[len(memo) if kind == "MEMOIZE" else int(argument)] = top
-        elif kind not in ("PROTO", "FRAME"):
-            if kind in ("GLOBAL", "INST", "STACK_GLOBAL") or kind.startswith("EXT"):
-                names.add(name := f"{below}.{top}" if argument is None else str(argument).replace(" ", ".", 1))
-                if not _ALLOWED.fullmatch(name):
-                    raise _refused(where, name)
-            given = argument if re.search("UNICODE|STRING", kind) else None
-            text = memo.get(int(argument)) if kind.endswith("GET") else given
-            below, top = (top, text) if text is not None else (None, None)
-            if "BYTE" in kind:
-                contents.append(bytes(argument))
-            elif text is not None and not (text.isascii() and text.isprintable()):
-                contents.append(text.encode("latin1"))  # protocol 2 writes bytes as text
-    if names & {"_io.BytesIO", "io.BytesIO"}:
-        for content in filter(None, contents):
+    """Check the names in a pickle, and in the pickles of its `io.BytesIO` objects; `where` begins the error message."""
+    reader = _Reader(io.BytesIO(data))
+    reader.where, reader.in_streams = where, []
+    reader.load()
+    for value in reader.in_streams:
+        content = value[0] if isinstance(value, tuple) else value  # a BytesIO is made of bytes, or of a state with them
+        if not isinstance(content, bytes):
+            raise _refused(where, f"a BytesIO of {type(content).__name__}")
+        if content:
             (check_archive if content.startswith(b"PK") else check_pickle)(content, where)
+
+
+class _Reader(pickle.Unpickler):
+    """Read a pickle without its objects: each name, if it is allowed, stands for a class that does nothing."""
+
+    where: str
+    in_streams: list[Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Stub()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not _ALLOWED.fullmatch(f"{module}.{name}"):
+            raise _refused(self.where, f"{module}.{name}")
+        if name == "BytesIO":
+            return type("BytesIO", (_Stub,), {"values": self.in_streams})
+        return {"bytes": bytes, "encode": _encode}.get(name, _Stub)  # what the contents of a BytesIO are made by
+
+
+class _Stub:
+    """Take every value that an object of a pickle is given, and keep it only in the place of a BytesIO."""
+
+    values: list[Any] | None = None
+
+    def __new__(cls, *values: Any, **_: Any) -> _Stub:
+        stub = super().__new__(cls)
+        stub.__setstate__(*values)
+        return stub
+
+    def __setstate__(self, *values: Any) -> None:
+        if self.values is not None:
+            self.values += values
+
+    __setitem__ = append = extend = add = __setstate__
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Make the bytes that protocols 0 to 2 write as text."""
+    if encoding != "latin1":
+        raise ValueError(f"bytes in {encoding}")
+    return text.encode(encoding)
 
 
 def _refused(where: str, name: str) -> CheckpointError:
