@@ -67,13 +67,8 @@ def ensure_builtin_corpus(
 ) -> BuiltinCorpus:
     """Return the corpus in `directory`, built now unless it is there already; many processes may ask at once.
 
-    Args:
-        directory: folder of the corpus.
-        vocab_size: size of the tokenizer trained on it.
-        roots: library folders to read (default: those of the running interpreter).
-
-    Raises:
-        DataError: the folder cannot be written or holds something else, or the libraries have too little text.
+    `roots` are the library folders to read: by default those of the running interpreter. A DataError if the directory
+    cannot be written or holds something else, or the libraries have too little text.
     """
     from filelock import FileLock
 

@@ -36,18 +36,11 @@ _SAMPLES = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded tokenizer.
-
-    Attributes:
-        sha256: of the file; for a Hugging Face tokenizer of its vocabulary, special ids and the ids of a probe text.
-        vocab_size: number of ids, which is the rows that a model needs.
-        encode: ids of each of many texts, without special tokens around them; a text that spells `<|endoftext|>` or
-            another special token is text.
-    """
+    """A loaded tokenizer; `encode` adds no special tokens, and takes one that a text spells for text."""
 
     source: str
-    sha256: str
-    vocab_size: int
+    sha256: str  # of the file; for a Hugging Face tokenizer of its vocabulary, special ids and the ids of a probe text
+    vocab_size: int  # number of ids, which is the rows that a model needs
     eos_id: int
     bos_id: int | None
     encode: Callable[[Sequence[str]], list[list[int]]] = field(repr=False, compare=False)
