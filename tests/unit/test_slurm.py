@@ -18,7 +18,7 @@ from launch import lock, record
 from launch.flags import LaunchError
 from launch.options import LAYOUTS, PRESETS, TINY
 from launch.planned import ROOT
-from launch.slurm import chain, needs, submit
+from launch.slurm import chain, submit
 from launch.slurm.job import DEFAULT, Site, read_site, render
 from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
@@ -546,7 +546,7 @@ class TestWhatARunTakes:
 
     def disk(self, *argv: str) -> str:
         job, _, plan, _ = submit.prepare(argv, dict(os.environ))
-        return needs.check_disk(plan, job, force=True)[0]
+        return submit.check_disk(plan, job, force=True)[0]
 
     def test_checkpoints_of_a_real_size(self, data: list[str]) -> None:
         """14 bytes for each of 6.74 billion weights."""
