@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value
-from simreg_megatron.tools.indexed import ENDINGS, is_pair, read_index
+from simreg_megatron.tools.indexed import is_pair, read_index
 
 MANIFEST = "manifest.json"
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -57,14 +57,12 @@ def check_data(flags: Sequence[Flag]) -> list[str]:
     """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user."""
     notices: list[str] = []
     texts = prefixes(flags)
-    for prefix in texts:
-        if not is_pair(prefix):
-            raise LaunchError(explain_missing(prefix))
+    needed = flag_number(flags, "--seq-length", 1) + 1
+    indices = {prefix: read_index(prefix) for prefix in texts}
     tokenizer = _hash_of_tokenizer(flags) if texts else None  # a name may be asked of the Hub, which takes time
-    for prefix in dict.fromkeys(texts):
-        tokens, needed = read_index(prefix).tokens, flag_number(flags, "--seq-length", 1) + 1
-        if tokens < needed and len(texts) == 1:
-            raise LaunchError(f"{prefix}.bin has {tokens} tokens and one sample takes {needed}: give more text")
+    for prefix, index in indices.items():
+        if index.tokens < needed and len(texts) == 1:
+            raise LaunchError(f"{prefix}.bin has {index.tokens} tokens and one sample takes {needed}: give more text")
         manifest = read_manifest(prefix)
         if not manifest:
             notices.append(f"{prefix} has no {MANIFEST}: nothing shows which tokenizer made it")
@@ -110,11 +108,3 @@ def _check_split(prefix: str, split: str) -> None:
                 f"{prefix} has {documents} documents, and --split {split} leaves none of them to {side}: give "
                 "--valid-data PREFIX, text of its own, or --split 100,0,0 --eval-iters 0 to do without"
             )
-
-
-def explain_missing(prefix: str) -> str:
-    """Say that `prefix` names no pair, and what does."""
-    path = Path(prefix)
-    stem = path.with_suffix("") if path.suffix in ENDINGS else path
-    hint = f"give the prefix of both, {stem}" if is_pair(stem) else "give the prefix of a pair, or prepare the data"
-    return f"there is no {prefix}.bin with {prefix}.idx: {hint}"

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import checkpoints, lock, preflight, record, signals, sizes
-from launch.data import check_data, explain_missing, prefixes
+from launch.data import check_data, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.options import TINY, make_parser
 from launch.plan import BUILTIN_CORPUS, build_plan
 from launch.planned import OF_A_START, Machine, Plan, look_at_machine, resumed
-from simreg_megatron.tools.indexed import DataError, is_pair
+from simreg_megatron.tools.indexed import DataError, explain_missing, is_pair
 
 
 def main(family: str) -> None:

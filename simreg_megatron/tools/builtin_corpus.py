@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,12 +98,11 @@ def ensure_builtin_corpus(
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of a built-in corpus in the folder, or an empty one."""
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((directory / "manifest.json").read_text())
-        is_ours = "fingerprint" in manifest and set(manifest["files"]) == set(_FILES)
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-    return dict(manifest) if is_ours else {}
+        if "fingerprint" in manifest and set(manifest["files"]) == set(_FILES):
+            return dict(manifest)
+    return {}
 
 
 def _is_whole(directory: Path, fingerprint: str) -> bool:

@@ -84,7 +84,7 @@ class Index(NamedTuple):
 def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Read the index of a pair without numpy; a DataError if a file is missing or cut, or they are of two pairs."""
     if not is_pair(prefix):
-        raise DataError(f"there is no {prefix}.bin with {prefix}.idx: give the prefix of a prepared set")
+        raise DataError(explain_missing(prefix))
     again = "copy it again, or prepare the data again"
     path, data = (Path(f"{os.fspath(prefix)}{ending}") for ending in (".idx", ".bin"))
     with path.open("rb") as stream:
@@ -111,6 +111,14 @@ def read_tokens(prefix: str | os.PathLike[str]) -> np.memmap:
     import numpy as np
 
     return np.memmap(f"{os.fspath(prefix)}.bin", dtype=read_index(prefix).dtype, mode="r")
+
+
+def explain_missing(prefix: str | os.PathLike[str]) -> str:
+    """Say that `prefix` names no pair, and what does."""
+    path = Path(prefix)
+    stem = path.with_suffix("") if path.suffix in ENDINGS else path
+    hint = f"give the prefix of both, {stem}" if is_pair(stem) else "give the prefix of a pair, or prepare the data"
+    return f"there is no {prefix}.bin with {prefix}.idx: {hint}"
 
 
 def is_pair(prefix: str | os.PathLike[str]) -> bool:
