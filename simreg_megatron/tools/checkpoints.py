@@ -8,6 +8,7 @@ reads them with `weights_only=True`.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickle
@@ -141,7 +142,7 @@ class _Reader(pickle.Unpickler):
             raise _refused(self.where, f"{module}.{name}")
         if name == "BytesIO":
             return type("BytesIO", (_Stub,), {"values": self.in_streams})
-        return {"bytes": bytes, "encode": _encode}.get(name, _Stub)  # what the contents of a BytesIO are made by
+        return {"bytes": bytes, "encode": codecs.encode}.get(name, _Stub)  # by which contents of a BytesIO are made
 
 
 class _Stub:
@@ -159,13 +160,6 @@ class _Stub:
             self.values += values
 
     __setitem__ = append = extend = add = __setstate__
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    """Make the bytes that protocols 0 to 2 write as text."""
-    if encoding != "latin1":
-        raise ValueError(f"bytes in {encoding}")
-    return text.encode(encoding)
 
 
 def _refused(where: str, name: str) -> CheckpointError:
