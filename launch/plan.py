@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch import preflight, sizes
-from launch.fit import fit_preset
 from launch.flags import Flag, LaunchError, flag_names, flag_value, group_flags, read_preset, without
 from launch.options import PRESETS, RECIPES, TINY, read_layout
 from launch.planned import OWN_SCRIPT, ROOT, Machine, Plan
@@ -52,7 +51,7 @@ def build_plan(
     if options.layout:
         spread = without(read_layout(options.layout, family, model), {"--nodes"})  # the job's to keep
         preset = [*without(preset, flag_names(spread)), *spread]
-    preset, size_notes = fit_preset(preset, user, options.ffn, machine, strict=large)
+    preset, size_notes = sizes.fit_preset(preset, user, options.ffn, machine, strict=large)
     both = [*preset, *user]
     output = options.output or _default_output(family, model, user, stamp)
     chosen = [

@@ -13,7 +13,6 @@ import difflib
 import importlib.util
 import io
 import logging
-import math
 import sys
 import traceback
 import warnings
@@ -21,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from launch import checkpoints, sizes
-from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
+from launch import checkpoints
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_value, flatten, group_flags
 from launch.options import make_parser
 from launch.planned import Machine, Plan
 
@@ -91,25 +90,6 @@ def check_load(flags: Sequence[Flag]) -> None:
         f"--load {folder}: there is no complete checkpoint: give the folder that --save named, or leave the flag out "
         "to start from scratch"
     )
-
-
-def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
-    """Refuse ranks that cannot be divided among replicas, which a plan has to do before Megatron is asked.
-
-    `node` is the number of ranks a node if the run is submitted and the user chooses nodes.
-    """
-    tensor, pipeline, context = sizes.model_parallel_sizes(flags)
-    ranks = tensor * pipeline * context
-    if world_size % ranks:
-        unit = math.lcm(ranks, node or 1)
-        most, batch = max(world_size // unit, 1), flag_number(flags, "--global-batch-size", 1)
-        shares = (count for count in range(most, 0, -1) if batch % (count * unit // ranks) == 0)
-        fitting = next(shares, most) * unit
-        fix = f"give --nodes {fitting // node} before the script" if node else f"start {fitting} (--nproc-per-node)"
-        raise LaunchError(
-            f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"divided among replicas: {fix}, or give smaller sizes"
-        )
 
 
 class Answer(NamedTuple):
