@@ -41,11 +41,10 @@ def facts_of(plan: Plan, machine: Machine) -> dict[str, str]:
     batch, sequence = (flag_number(plan.flags, name, 1) for name in ("--global-batch-size", "--seq-length"))
     steps, samples = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--train-samples", 0)
     length = f"{samples or steps:,} {'samples' if samples else 'steps'}"
-    tokens = f"{batch * sequence:,} per step, {length}, {tokens_of(plan):,} in all"
     implementation = flag_value(plan.flags, "--transformer-impl")
     return {
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
-        "tokens": tokens,
+        "tokens": f"{batch * sequence:,} per step, {length}, {tokens_of(plan):,} in all",
         "data": describe_data(plan),
         "simreg": describe_simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
