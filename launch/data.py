@@ -53,29 +53,16 @@ def read_manifest(prefix: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def vocabulary(flags: Sequence[Flag], otherwise: int) -> int:
-    """Return the vocabulary size of the first text that has a manifest here."""
-    sizes = (read_manifest(prefix).get("vocab_size", 0) for prefix in prefixes(flags))
-    return next((size for size in sizes if size > 0), otherwise)
-
-
 def check_data(flags: Sequence[Flag]) -> list[str]:
-    """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user.
-
-    Raises:
-        LaunchError: the run cannot be trained on it.
-        DataError: the text or the tokenizer is not whole.
-    """
+    """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user."""
     notices: list[str] = []
     texts = prefixes(flags)
-    for prefix in texts:
-        if not is_pair(prefix):
-            raise LaunchError(explain_missing(prefix))
+    needed = flag_number(flags, "--seq-length", 1) + 1
+    indices = {prefix: read_index(prefix) for prefix in texts}
     tokenizer = _hash_of_tokenizer(flags) if texts else None  # a name may be asked of the Hub, which takes time
-    for prefix in dict.fromkeys(texts):
-        tokens, needed = read_index(prefix).tokens, flag_number(flags, "--seq-length", 1) + 1
-        if tokens < needed and len(texts) == 1:
-            raise LaunchError(f"{prefix}.bin has {tokens} tokens and one sample takes {needed}: give more text")
+    for prefix, index in indices.items():
+        if index.tokens < needed and len(texts) == 1:
+            raise LaunchError(f"{prefix}.bin has {index.tokens} tokens and one sample takes {needed}: give more text")
         manifest = read_manifest(prefix)
         if not manifest:
             notices.append(f"{prefix} has no {MANIFEST}: nothing shows which tokenizer made it")
@@ -159,11 +146,3 @@ def _check_split(prefix: str, split: str) -> None:
                 f"{prefix} has {documents} documents, and --split {split} leaves none of them to {side}: give "
                 "--valid-data PREFIX, text of its own, or --split 100,0,0 --eval-iters 0 to do without"
             )
-
-
-def explain_missing(prefix: str) -> str:
-    """Say that `prefix` names no pair, and what does."""
-    path = Path(prefix)
-    stem = path.with_suffix("") if path.suffix in ENDINGS else path
-    hint = f"give the prefix of both, {stem}" if is_pair(stem) else "give the prefix of a pair, or prepare the data"
-    return f"there is no {prefix}.bin with {prefix}.idx: {hint}"

@@ -27,13 +27,12 @@ from examples.heatmap import draw_heatmaps, excerpt, mean_cosines, read_hidden_s
 from launch import lock  # noqa: E402
 from launch.flags import LaunchError, group_flags  # noqa: E402
 from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
-from launch.machine import look_at_machine  # noqa: E402
 from launch.options import make_parser  # noqa: E402
 from launch.plan import build_plan  # noqa: E402
+from launch.planned import look_at_machine  # noqa: E402
 from launch.preflight import check_own_flags, suggestion  # noqa: E402
 from simreg_megatron.installed import python_path  # noqa: E402
-from simreg_megatron.tools.curves import draw_curves  # noqa: E402
-from simreg_megatron.tools.events import NEGATIVE_COSINE, SIMREG_LOSS, VALIDATION_LOSS, ReportError, read_run  # noqa: E402
+from simreg_megatron.tools import curves  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
 PROBE_SCRIPT = ROOT / "examples" / "probe.py"
@@ -114,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_demo(settings)
-    except (JobFailed, LaunchError, ReportError) as error:
+    except (JobFailed, LaunchError, curves.ReportError) as error:
         print("" if isinstance(error, JobFailed) else "error: ", error, sep="", file=sys.stderr)  # a log has its own
         return 1
     except KeyboardInterrupt:
@@ -194,8 +193,8 @@ def probe_job(settings: Settings, name: str) -> Job:
 def draw(settings: Settings) -> dict[str, Any]:
     """Draw curves and heat-maps; return the numbers in them."""
     title = f"Tiny LLaMA, {' '.join(settings.simreg)}, seed {settings.seed}"
-    runs = [read_run(settings.output / name) for name in RUNS]
-    draw_curves(runs, title=title).savefig(settings.output / CURVES)
+    runs = [curves.read_run(settings.output / name) for name in RUNS]
+    curves.draw_curves(runs, title=title).savefig(settings.output / CURVES)
     states = [
         read_hidden_states(settings.output / name / f"hidden-{step}.npz", f"{name}, step {step}")
         for step in sorted({settings.early, settings.steps})
@@ -208,9 +207,9 @@ def draw(settings: Settings) -> dict[str, Any]:
     return {
         "runs": {
             run.name: {
-                "validation_loss": run.last(VALIDATION_LOSS),
-                "simreg_loss": run.mean_of_end(SIMREG_LOSS),
-                "mean_cosine": run.mean_of_end(NEGATIVE_COSINE),
+                "validation_loss": run.last(curves.VALIDATION_LOSS),
+                "simreg_loss": run.mean_of_end(curves.SIMREG_LOSS),
+                "mean_cosine": run.mean_of_end(curves.NEGATIVE_COSINE),
             }
             for run in runs
         },

@@ -10,8 +10,7 @@ from importlib import metadata
 
 from launch import data, preflight, sizes
 from launch.flags import flag_number, flag_value
-from launch.machine import Machine
-from launch.planned import ROOT, Plan
+from launch.planned import ROOT, Machine, Plan
 from simreg_megatron.installed import python_path
 from simreg_megatron.objectives.simreg import note_on_lambda
 
@@ -42,11 +41,10 @@ def facts_of(plan: Plan, machine: Machine) -> dict[str, str]:
     batch, sequence = (flag_number(plan.flags, name, 1) for name in ("--global-batch-size", "--seq-length"))
     steps, samples = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--train-samples", 0)
     length = f"{samples or steps:,} {'samples' if samples else 'steps'}"
-    tokens = f"{batch * sequence:,} per step, {length}, {tokens_of(plan):,} in all"
     implementation = flag_value(plan.flags, "--transformer-impl")
     return {
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
-        "tokens": tokens,
+        "tokens": f"{batch * sequence:,} per step, {length}, {tokens_of(plan):,} in all",
         "data": describe_data(plan),
         "simreg": describe_simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
@@ -55,8 +53,9 @@ def facts_of(plan: Plan, machine: Machine) -> dict[str, str]:
 
 def vocabulary_of(plan: Plan) -> int:
     """Return the size of the vocabulary: as asked for, as the manifest of the text has it, or assumed."""
+    known = (data.read_manifest(prefix).get("vocab_size", 0) for prefix in data.prefixes(plan.flags))
     assumed = BUILTIN_VOCABULARY if plan.builtin_corpus else ASSUMED_VOCABULARY
-    return flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
+    return flag_number(plan.flags, "--vocab-size", next((size for size in known if size > 0), assumed))
 
 
 def tokens_of(plan: Plan) -> int:
@@ -125,10 +124,9 @@ def _rendezvous(machine: Machine, environ: Mapping[str, str]) -> list[str]:
 
 def megatron_version(environ: Mapping[str, str]) -> str:
     """Read the release that would run, without importing it."""
-    tree = environ.get("MEGATRON_PATH")
-    if not tree:
-        try:
-            return f"megatron-core {metadata.version('megatron-core')}"
-        except metadata.PackageNotFoundError:
-            return "not installed (make setup)"
-    return f"of the source tree {tree}"
+    if tree := environ.get("MEGATRON_PATH"):
+        return f"of the source tree {tree}"
+    try:
+        return f"megatron-core {metadata.version('megatron-core')}"
+    except metadata.PackageNotFoundError:
+        return "not installed (make setup)"

@@ -15,9 +15,9 @@ from pathlib import Path
 from launch import preflight, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import LaunchError, flag_number
-from launch.machine import Machine
 from launch.options import LAYOUTS, layout_names, make_parser, read_layout
 from launch.plan import build_plan
+from launch.planned import Machine
 from launch.sizes import PEAK, SHARE_OF_PEAK
 
 _GPUS_PER_NODE = 8

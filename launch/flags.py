@@ -15,13 +15,6 @@ class LaunchError(ValueError):
     """A run that cannot start as asked; the message is the one sentence the user reads."""
 
 
-def refuse(*cases: tuple[object, str]) -> None:
-    """Raise a LaunchError with the sentence of the first case that holds."""
-    for holds, sentence in cases:
-        if holds:
-            raise LaunchError(sentence)
-
-
 def group_flags(words: Iterable[str]) -> list[Flag]:
     """Cut a command line before each flag; a word before the first one is a LaunchError."""
     groups: list[Flag] = []

@@ -20,15 +20,14 @@ from glob import glob
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, lock, preflight, progress, record, signals, sizes
-from launch.data import check_data, drop_unusable_indices, explain_missing, prefixes
+from launch import checkpoints, lock, preflight, record, signals, sizes
+from launch.data import check_data, drop_unusable_indices, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
-from launch.machine import Machine, look_at_machine
 from launch.options import TINY, make_parser
 from launch.plan import BUILTIN_CORPUS, build_plan
-from launch.planned import OF_A_START, Plan, resumed
-from simreg_megatron.tools.indexed import DataError, is_pair
+from launch.planned import OF_A_START, Machine, Plan, look_at_machine, resumed
+from simreg_megatron.tools.indexed import DataError, explain_missing, is_pair
 
 
 def main(family: str) -> None:
@@ -59,8 +58,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     if options.dry_run:
         _preview(plan, options, machine)
         return
-    if options.auto_resume and progress.has_ended(plan):
-        _say(f"> {plan.output}: {progress.length(plan)} are done, so there is nothing to do")
+    if options.auto_resume and record.has_ended(plan):
+        _say(f"> {plan.output}: {record.length(plan)} are done, so there is nothing to do")
         return
     _check(plan, options, machine)
     with _alone(plan):
@@ -83,7 +82,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
         _train(plan)  # ends the process if training stops before its end
         if options.auto_resume and os.environ["RANK"] == "0":
-            progress.mark_ended(plan)
+            record.mark_ended(plan)
 
 
 def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
@@ -107,8 +106,8 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     preflight.check_load(begins.flags)
     answer = preflight.check_with_megatron(begins, machine)
     _say(describe(begins, machine, environ=os.environ, resumes=newest))
-    if options.auto_resume and progress.has_ended(plan):
-        _say(f"# note      the run itself would do nothing: {progress.length(plan)} are done")
+    if options.auto_resume and record.has_ended(plan):
+        _say(f"# note      the run itself would do nothing: {record.length(plan)} are done")
     if answer and answer.objection:
         _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {answer.objection}")
     _say_each("# note      ", check_text(plan, may_miss=True))
@@ -222,12 +221,10 @@ def _refuse_to_overwrite(plan: Plan) -> None:
         return
     newest = checkpoints.newest_whole(Path(target))
     has_tracker = (Path(target) / checkpoints.TRACKER).is_file()
-    if "--load" not in flag_names(plan.flags):
-        if has_tracker or newest is not None:
-            raise LaunchError(
-                f"{target} has checkpoints of an earlier run: resume it with --auto-resume, or give another --output"
-            )
-    elif flag_value(plan.flags, "--load") == target and newest is not None and not has_tracker:
+    if "--load" not in flag_names(plan.flags) and (has_tracker or newest is not None):
+        instead = "resume it with --auto-resume, or give another --output"
+        raise LaunchError(f"{target} has checkpoints of an earlier run: {instead}")
+    if flag_value(plan.flags, "--load") == target and newest is not None and not has_tracker:
         raise LaunchError(
             f"{target} has a complete checkpoint of iteration {newest} and no {checkpoints.TRACKER}, so Megatron would "
             "start at step 0 and overwrite it: resume with --auto-resume, which writes that file"

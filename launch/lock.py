@@ -112,15 +112,14 @@ def _created(path: Path, me: Holder) -> bool:
     text = json.dumps(asdict(me)) + "\n"
     new.write_text(text)
     try:
-        try:
-            os.link(new, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
-            with path.open("x") as file:
-                file.write(text)
+        os.link(new, path)
         return True
     except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(text)
+            return True
         return False
     finally:
         new.unlink(missing_ok=True)

@@ -46,18 +46,16 @@ def make_parser(family: str) -> argparse.ArgumentParser:
     recipe = "one run of the paper's tables: AdaGC, and this objective; paper is SimReg on chunks, paper-full on whole "
     resume = "resume from the newest complete checkpoint of the run, if there is one; do nothing if the run has ended"
     text = "your tokenized text, of PREFIX.bin and PREFIX.idx; several with a WEIGHT before each"
-    tokenizer = "its tokenizer: a .model file, or a Hugging Face folder or name"
-    layout = f"layout of the model for a kind of machine: {', '.join(layout_names())}"
     add = parser.add_argument
     add("--model", type=str.lower, choices=model_names(family), default=TINY, help="preset (default: tiny)")
     add("--recipe", choices=RECIPES, help=f"{recipe}sequences (default: neither)")
     add("--plain", action="store_true", help="leave the plugin out: Megatron alone, to compare with")
     add("--data", nargs="+", metavar="PREFIX", help=text)
     add("--valid-data", nargs="+", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
-    add("--tokenizer", metavar="PATH", help=tokenizer)
+    add("--tokenizer", metavar="PATH", help="its tokenizer: a .model file, or a Hugging Face folder or name")
     add("--ffn", metavar="SIZE", default="literal", help="FFN size: literal, aligned or a number")
     add("--output", metavar="DIR", type=Path, help="for TensorBoard and checkpoints (default: runs/)")
-    add("--layout", metavar="NAME", help=layout)
+    add("--layout", metavar="NAME", help=f"layout of the model for a kind of machine: {', '.join(layout_names())}")
     add("--auto-resume", action="store_true", help=resume)
     add("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
     return parser

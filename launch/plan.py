@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch import preflight, sizes
-from launch.fit import fit_preset
-from launch.flags import Flag, LaunchError, flag_names, flag_value, group_flags, read_preset, refuse, without
-from launch.machine import Machine
+from launch.flags import Flag, LaunchError, flag_names, flag_value, group_flags, read_preset, without
 from launch.options import PRESETS, RECIPES, TINY, read_layout
-from launch.planned import OWN_SCRIPT, ROOT, Plan
+from launch.planned import OWN_SCRIPT, ROOT, Machine, Plan
 
 PATTERN = "--hybrid-layer-pattern"  # Megatron's: then it builds a HybridModel, a GPTModel otherwise
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
@@ -40,16 +38,8 @@ def build_plan(
 ) -> Plan:
     """Choose every flag of the run; the user's own come last and replace the preset's.
 
-    Args:
-        family: "llama", "mixtral" or "hybrid".
-        options: what `make_parser(family)` read.
-        user_words: what it did not know: flags for Megatron.
-        machine: the hardware and the number of ranks.
-        environ: environment variables; MEGATRON_PATH and SIMREG_CPU are read.
-        stamp: names the output folder of a tiny run.
-
-    Raises:
-        LaunchError: the run cannot start as asked.
+    `options` and `user_words` are what `make_parser(family)` read and did not know; of `environ`, MEGATRON_PATH and
+    SIMREG_CPU are read; `stamp` names the output folder of a tiny run. A LaunchError if it cannot start as asked.
     """
     asked = group_flags(re.sub("^--persistent-save-interval", "--save-interval", word) for word in user_words)
     _refuse_contradictions(options, asked)
@@ -61,7 +51,7 @@ def build_plan(
     if options.layout:
         spread = without(read_layout(options.layout, family, model), {"--nodes"})  # the job's to keep
         preset = [*without(preset, flag_names(spread)), *spread]
-    preset, size_notes = fit_preset(preset, user, options.ffn, machine, strict=large)
+    preset, size_notes = sizes.fit_preset(preset, user, options.ffn, machine, strict=large)
     both = [*preset, *user]
     output = options.output or _default_output(family, model, user, stamp)
     chosen = [
@@ -112,35 +102,29 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
     interval, names = "--save-interval", flag_names(flags)
     asked, resumes = interval in flag_names(user), options.auto_resume
     has_no_folder = model == TINY and not options.output and "--save" not in names
-    refuse(
-        (has_no_folder and (resumes or asked), f"{_RESUMABLE if resumes else interval} {_OWN_FOLDERS}"),
-        (
-            resumes and "--non-persistent-save-interval" in names,
-            f"{_RESUMABLE} does so from --save: leave --non-persistent-save-interval out",
-        ),
-        (
-            interval not in names and (resumes or flag_value(flags, "--save")),
-            f"{_RESUMABLE if resumes else '--save'} needs {interval} N: nothing would be saved to resume from",
-        ),
-    )
+    if has_no_folder and (resumes or asked):
+        raise LaunchError(f"{_RESUMABLE if resumes else interval} {_OWN_FOLDERS}")
+    if resumes and "--non-persistent-save-interval" in names:
+        raise LaunchError(f"{_RESUMABLE} does so from --save: leave --non-persistent-save-interval out")
+    if interval not in names and (resumes or flag_value(flags, "--save")):
+        needs = f"{_RESUMABLE if resumes else '--save'} needs {interval} N"
+        raise LaunchError(f"{needs}: nothing would be saved to resume from")
     return model != TINY or resumes or asked
 
 
 def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Mapping[str, str]) -> bool:
     asked = "--simreg-cpu" in flag_names(user) or environ.get("SIMREG_CPU", "0") not in ("", "0")
     on_cpu = asked or not machine.gpus
-    refuse(
-        (
-            not on_cpu and machine.local_world_size > machine.gpus,
+    if not on_cpu and machine.local_world_size > machine.gpus:
+        raise LaunchError(
             f"{machine.local_world_size} processes need as many GPUs, this machine has {machine.gpus}: "
-            f"give torchrun --nproc-per-node {machine.gpus}",
-        ),
-        (
-            on_cpu and not asked and model != TINY,
+            f"give torchrun --nproc-per-node {machine.gpus}"
+        )
+    if on_cpu and not asked and model != TINY:
+        raise LaunchError(
             f"--model {model} needs a GPU and this machine has none: leave --model out for the tiny one, "
-            "or insist with --simreg-cpu",
-        ),
-    )
+            "or insist with --simreg-cpu"
+        )
     return on_cpu
 
 
@@ -149,16 +133,17 @@ def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence
     own = sorted(flag_names(user) & _OWN_DATA)
     texts = [*(["--data"] if options.data else []), *own]
     has_tokenizer = options.tokenizer or "--tokenizer-type" in flag_names(user)
-    refuse(
-        (options.data and own, f"{' and '.join(texts[:2])} both name the training text: give one"),
-        (options.valid_data and not options.data, "--valid-data goes with --data PREFIX, the training text"),
-        (texts and not has_tokenizer, f"{(texts or [''])[0]} needs --tokenizer PATH, the tokenizer that made it"),
-        (
-            not texts and model != TINY,
-            f"--model {model} needs your text: give --data PREFIX (of PREFIX.bin and PREFIX.idx) and --tokenizer PATH",
-        ),
-        (not texts and has_tokenizer, "--tokenizer goes with --data: the built-in corpus has its own tokenizer"),
-    )
+    if options.data and own:
+        raise LaunchError(f"{' and '.join(texts[:2])} both name the training text: give one")
+    if options.valid_data and not options.data:
+        raise LaunchError("--valid-data goes with --data PREFIX, the training text")
+    if texts and not has_tokenizer:
+        raise LaunchError(f"{texts[0]} needs --tokenizer PATH, the tokenizer that made it")
+    if not texts and model != TINY:
+        give = "give --data PREFIX (of PREFIX.bin and PREFIX.idx) and --tokenizer PATH"
+        raise LaunchError(f"--model {model} needs your text: {give}")
+    if not texts and has_tokenizer:
+        raise LaunchError("--tokenizer goes with --data: the built-in corpus has its own tokenizer")
     return not texts
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `launch.plan` decides: one run, with its script, flags and environment."""
+"""What `launch.plan` decides, one run with its script, flags and environment, and the machine that it is for."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from importlib import util
 from pathlib import Path
 
-from launch.flags import Flag, flag_names, flag_value, flatten, without
+from launch.flags import Flag, LaunchError, flag_names, flag_value, flatten, without
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
@@ -15,6 +17,37 @@ OF_A_START = {  # where a run's first weights come from; each resume would begin
     "--override-ckpt-iteration", "--load-main-params-from-ckpt", "--moe-use-upcycling",
 }  # fmt: skip
 OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts of a machine that choose flags."""
+
+    gpus: int = 0
+    transformer_engine: bool = False
+    apex_gradient_kernel: bool = False  # fuses gradient accumulation; built with NVIDIA's Apex only
+    world_size: int = 1
+    local_world_size: int = 1
+    whole_nodes: bool = False  # submitted to SLURM: the number of ranks is set by --nodes
+
+
+def look_at_machine() -> Machine:
+    """Find what this process runs on; a LaunchError if it has a GPU and a broken Transformer Engine."""
+    import torch
+
+    from simreg_megatron.cpu import backend as cpu_backend
+    from simreg_megatron.installed import broken_transformer_engine
+
+    gpus = 0 if cpu_backend.is_active() else torch.cuda.device_count()  # its stand-ins would count as GPUs
+    if gpus and (broken := broken_transformer_engine()):  # a run on CPUs does without it
+        raise LaunchError(broken)
+    return Machine(
+        gpus=gpus,
+        transformer_engine=util.find_spec("transformer_engine") is not None,
+        apex_gradient_kernel=util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import difflib
 import importlib.util
 import io
 import logging
-import math
 import sys
 import traceback
 import warnings
@@ -21,17 +20,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from launch import checkpoints, sizes
-from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
-from launch.machine import Machine
+from launch import checkpoints
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_value, flatten, group_flags
 from launch.options import make_parser
-from launch.planned import Plan
-from launch.schedule import check_schedule
+from launch.planned import Machine, Plan
 
 if TYPE_CHECKING:
     from simreg_megatron import SimRegConfig
 
 _INSTALL = "pip install 'megatron-core>=0.19.2,<0.20'"
+_COMPARED = (
+    "train_iters", "train_samples", "global_batch_size", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples",
+    "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples", "lr_decay_style", "weight_decay",
+)  # fmt: skip
+_SCHEDULE_IS_DECIDED = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+_NEW_OPTIMIZER = ("finetune", "no_load_optim")
 
 
 class _Refusing(argparse.ArgumentParser):
@@ -89,25 +92,6 @@ def check_load(flags: Sequence[Flag]) -> None:
     )
 
 
-def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
-    """Refuse ranks that cannot be divided among replicas, which a plan has to do before Megatron is asked.
-
-    `node` is the number of ranks a node if the run is submitted and the user chooses nodes.
-    """
-    tensor, pipeline, context = sizes.model_parallel_sizes(flags)
-    ranks = tensor * pipeline * context
-    if world_size % ranks:
-        unit = math.lcm(ranks, node or 1)
-        most, batch = max(world_size // unit, 1), flag_number(flags, "--global-batch-size", 1)
-        shares = (count for count in range(most, 0, -1) if batch % (count * unit // ranks) == 0)
-        fitting = next(shares, most) * unit
-        fix = f"give --nodes {fitting // node} before the script" if node else f"start {fitting} (--nproc-per-node)"
-        raise LaunchError(
-            f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"divided among replicas: {fix}, or give smaller sizes"
-        )
-
-
 class Answer(NamedTuple):
     """Megatron's objections, and its arguments if its validate_args has completed them."""
 
@@ -116,19 +100,11 @@ class Answer(NamedTuple):
 
 
 def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> Answer | None:
-    """Let Megatron's own parser and checks read the run's flags.
+    """Let Megatron's own parser and checks read the run's flags; a LaunchError if the run would not start.
 
-    Args:
-        plan: the run. The script of a source tree may add flags of its own, so unknown ones are accepted for it.
-        machine: the hardware and the number of ranks.
-        trains: whether this process goes on to train; Megatron's log then keeps the output that it finds at import.
-
-    Returns:
-        What Megatron says; None if it cannot be asked. It objects only if a run on GPUs is planned without one: some
-        of its checks ask the GPU.
-
-    Raises:
-        LaunchError: the run would not start.
+    None if Megatron cannot be asked. It objects in an Answer only if a run on GPUs is planned without one: some of its
+    checks ask the GPU. The script of a source tree may add flags of its own, so unknown ones are accepted for it.
+    In a process that `trains`, Megatron's log keeps the output that it finds at import.
     """
     flags = plan.flags
     use_tree(plan.tree)
@@ -161,6 +137,78 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
         except (ValueError, NotImplementedError) as error:
             raise LaunchError(str(error)) from None
     return answer
+
+
+class ScheduleError(LaunchError):
+    """A schedule that the checkpoint does not have."""
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Raise a ScheduleError if the schedule differs from the checkpoint's, which Megatron's load asserts."""
+    folder = vars(args).get("load")
+    if not folder or any(vars(args).get(name) for name in _NEW_OPTIMIZER):
+        return
+    iteration = args.ckpt_step or checkpoints.newest_whole(Path(folder))
+    state = {} if iteration is None else _read_common(checkpoints.path_of(Path(folder), iteration))
+    before, saved, now = state.get("opt_param_scheduler", {}), state.get("args"), _schedule(args)
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    if not changed:
+        return
+    from megatron.core.optimizer import optimizer
+
+    keys = getattr(optimizer, "param_group_identifier_keys", ())  # 0.19 finds a group's state by its rates
+    is_other_rate = "max_lr" in keys and bool({"max_lr", "min_lr"} & set(changed))
+    if any(vars(args).get(name) for name in _SCHEDULE_IS_DECIDED) and not is_other_rate:
+        return
+    pairs = {
+        f"--{name.replace('_', '-')}": (getattr(saved, name, None), getattr(args, name, None)) for name in _COMPARED
+    }
+    differing = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
+    differing = differing or {name: (before[name], now[name]) for name in changed}
+    then, asked = (" and ".join(f"{name} {pair[side]}" for name, pair in differing.items()) for side in (0, 1))
+    hint = (
+        "which is another learning-rate schedule: add --override-opt_param-scheduler to take the new one, or "
+        "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+    )
+    if is_other_rate:
+        hint = (
+            "and this Megatron can only resume an optimizer with its own --lr and --min-lr: keep them, or begin with "
+            f"these weights in another --output by --load {folder} --finetune"
+        )
+    raise ScheduleError(
+        f"the checkpoint of iteration {iteration} in {folder} has {then}, and this run asks for {asked}, {hint}"
+    )
+
+
+def _schedule(args: argparse.Namespace) -> dict[str, Any]:
+    """Compute what Megatron's OptimizerParamScheduler compares; its steps are sequences."""
+    unit, per_unit = ("iters", args.global_batch_size) if args.train_iters else ("samples", 1)
+    length, decay = getattr(args, f"train_{unit}"), getattr(args, f"lr_decay_{unit}")
+    decay = (length if decay is None else decay) * per_unit
+    fraction = args.lr_warmup_fraction
+    warmup = getattr(args, f"lr_warmup_{unit}") * per_unit if fraction is None else fraction * decay
+    return {
+        "max_lr": args.lr, "min_lr": args.min_lr, "lr_warmup_steps": warmup, "lr_decay_steps": decay,
+        "lr_decay_style": args.lr_decay_style, "start_wd": args.start_weight_decay, "end_wd": args.end_weight_decay,
+        "wd_incr_steps": length * per_unit, "wd_incr_style": args.weight_decay_incr_style,
+    }  # fmt: skip
+
+
+def _read_common(checkpoint: Path) -> dict[str, Any]:
+    """Read what is no tensor, without running code of the checkpoint; {} where that is not possible."""
+    try:
+        from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+        from simreg_megatron.tools.checkpoints import check_checkpoint
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            check_checkpoint(checkpoint)
+            return dict(load_common_state_dict(str(checkpoint)))
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return {}  # Megatron itself says what is wrong
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

@@ -222,7 +222,7 @@ class Runner:
 
 def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> tuple[dict[str, Any], Curves]:
     """Read a run that ended with exit status `status`: its row of the table, and its curves."""
-    from simreg_megatron.tools.events import ReportError, read_run
+    from simreg_megatron.tools.curves import ReportError, read_run
 
     log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     device, number_type = (_TRAINS.findall(log) or [("unknown", "unknown")])[-1]

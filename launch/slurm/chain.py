@@ -20,7 +20,7 @@ from typing import Any
 
 from launch import checkpoints, lock
 from launch.flags import LaunchError
-from launch.progress import ENDED
+from launch.record import ENDED
 from launch.signals import SAVE_AND_LEAVE
 
 BOOK = "slices.jsonl"
@@ -32,7 +32,7 @@ _OPTIONS: tuple[tuple[str, Any, Any], ...] = (  # name, type, default; None: req
 _ENTRY = {"chain": str, "slice": int, "restart": int, "event": str, "iteration": int, "status": int, "time": int}
 _WATCH_SECONDS = 15
 _ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
-_LOOKS = 12  # as long, for what has to be read before anything can be said
+_LOOKS = 12  # two minutes, for what has to be read before anything can be said
 _TELL_AGAIN_SECONDS = 120
 _UNREPORTED = 3  # slices in a row
 _GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # statuses; a job ends as failed unless its chain ends as it should
@@ -175,16 +175,14 @@ class Chain:
     def _note(self, event: str, iteration: int, status: int) -> bool:
         """Add one line to the book, by which a run that fails again and again is seen."""
         line = {**self.place, "event": event, "iteration": iteration, "status": status, "time": round(time.time())}
-        for attempt in range(_ATTEMPTS):
-            try:
-                if _append(self.book, json.dumps(line)):
-                    self.say(f"the last line of {self.book} was cut off: dropped")
-                return True
-            except OSError as error:
-                reason = error.strerror
-                time.sleep(_ATTEMPT_SECONDS if attempt + 1 < _ATTEMPTS else 0)
-        self.say(f"error: {self.book} cannot be written ({reason}): the chain ends; free some space, then submit again")
-        return False
+        try:
+            if _patiently(_append, self.book, json.dumps(line), attempts=_ATTEMPTS, away=OSError):
+                self.say(f"the last line of {self.book} was cut off: dropped")
+        except OSError as error:
+            why = f"{self.book} cannot be written ({error.strerror})"
+            self.say(f"error: {why}: the chain ends; free some space, then submit again")
+            return False
+        return True
 
     def _iteration(self) -> int:
         """Find the newest complete checkpoint."""
@@ -201,13 +199,13 @@ class Chain:
         print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
 
 
-def _patiently(look: Callable[[Path], int | None], path: Path) -> int | None:
-    """Look again for two minutes: a disk may be away for a moment."""
-    for _ in range(_LOOKS - 1):
-        with suppress(LaunchError):
-            return look(path)
+def _patiently(act: Callable[..., Any], *words: Any, attempts: int = _LOOKS, away: Any = LaunchError) -> Any:
+    """Try again after an error: a disk may be away for a moment."""
+    for _ in range(attempts - 1):
+        with suppress(away):
+            return act(*words)
         time.sleep(_ATTEMPT_SECONDS)
-    return look(path)
+    return act(*words)
 
 
 def _entry(line: str) -> dict[str, Any] | None:

@@ -13,26 +13,27 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch import checkpoints, preflight, progress
-from launch.dry_run import facts_of
-from launch.flags import LaunchError, flag_names, flag_number, refuse
+from launch import checkpoints, data, preflight, record, sizes
+from launch.dry_run import facts_of, tokens_of, vocabulary_of
+from launch.estimate import gpu_memory
+from launch.flags import LaunchError, flag_names, flag_number
 from launch.launcher import check_text, continued
-from launch.machine import Machine
 from launch.options import TINY, layout_names, make_parser, read_layout
 from launch.plan import build_plan
-from launch.planned import ROOT, Plan
-from launch.schedule import ScheduleError
-from launch.slurm import needs
+from launch.planned import ROOT, Machine, Plan
 from launch.slurm.chain import STOP
-from launch.slurm.job import Job, render
-from launch.slurm.site import DEFAULT, Site, read_site
+from launch.slurm.job import DEFAULT, Job, Site, read_site, render
 from simreg_megatron.tools.indexed import DataError
+
+_MOST_EPOCHS = 4  # up to which repeated text is worth about as much as new text
+_FORCE = "or --force before the script to submit it all the same"
 
 
 def make_submit_parser() -> argparse.ArgumentParser:
@@ -71,9 +72,9 @@ def main() -> None:
         for note in notes:
             print(f"> note: {note}", file=sys.stderr)
         facts = [f"{name:<9} {value}" for name, value in facts_of(plan, machine).items()]
-        facts += needs.check_memory(plan, job, args, force=options.force)
-        facts += needs.check_disk(plan, job, force=options.force)
-        needs.check_epochs(plan, force=options.force)
+        facts += check_memory(plan, job, args, force=options.force)
+        facts += check_disk(plan, job, force=options.force)
+        check_epochs(plan, force=options.force)
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
@@ -94,7 +95,7 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
     try:
         answer = preflight.check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
-        if site.runtime == "venv" or isinstance(error, ScheduleError):
+        if site.runtime == "venv" or isinstance(error, preflight.ScheduleError):
             raise
         return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
     if answer is None:
@@ -188,27 +189,22 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
     output, names = plan.output.absolute(), flag_names(plan.flags)
-    refuse(
-        (
-            not 0.5 <= options.reserve < math.inf,
-            f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it",
-        ),
-        (
-            re.search(r"[\s%#\"'\\]", str(output)),
-            f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %",
-        ),
-        (
-            progress.has_ended(plan),
-            f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
-        ),
-        ("--skip-train" in names, "--skip-train trains nothing for a chain to resume: leave it out"),
-        ("--save-retain-interval" in names, "--keep N deletes what --save-retain-interval keeps: leave it out"),
-        (checkpoints.is_there(plan.output / STOP), f"{plan.output / STOP} stops every slice: remove it first"),
-        (
-            "--exit-duration-in-mins" in names,
-            "the job sets --exit-duration-in-mins: leave it out, and give --time and --reserve before the script",
-        ),
-    )
+    if not 0.5 <= options.reserve < math.inf:
+        raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
+    if re.search(r"[\s%#\"'\\]", str(output)):
+        raise LaunchError(f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %")
+    if record.has_ended(plan):
+        done = f"{plan.output}: {record.length(plan)} are done"
+        raise LaunchError(f"{done}: ask for more, or give another --output")
+    if "--skip-train" in names:
+        raise LaunchError("--skip-train trains nothing for a chain to resume: leave it out")
+    if "--save-retain-interval" in names:
+        raise LaunchError("--keep N deletes what --save-retain-interval keeps: leave it out")
+    if checkpoints.is_there(plan.output / STOP):
+        raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
+    if "--exit-duration-in-mins" in names:
+        instead = "leave it out, and give --time and --reserve before the script"
+        raise LaunchError(f"the job sets --exit-duration-in-mins: {instead}")
 
 
 def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
@@ -226,6 +222,56 @@ def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
         print(f"> {notice}", file=sys.stderr)
 
 
+def check_memory(plan: Plan, job: Job, args: argparse.Namespace | None, *, force: bool) -> list[str]:
+    """Return Megatron's estimate of a GPU's memory, as lines; a LaunchError unless `force` if the card has less."""
+    found = gpu_memory(args, vocabulary_of(plan)) if args and job.site.gpus_per_node else None
+    if found is None:
+        return []
+    known = zip(found, ("weights and optimizer", "activations"), strict=True)
+    parts = " and ".join(f"{gib:,.1f} of {name}" for gib, name in known if gib)
+    least = "" if all(found) else "at least "
+    says = f"{least}{sum(found):,.1f} GiB of a GPU's {job.site.gpu_memory}, by Megatron's estimate ({parts})"
+    if sum(found) > job.site.gpu_memory and not force:
+        raise LaunchError(
+            f"the run needs {says}: give a smaller --micro-batch-size, more --nodes, --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1, the GPU_MEMORY of your cards in the cluster's file, "
+            f"{_FORCE}"
+        )
+    return [f"memory    {says}"]
+
+
+def check_disk(plan: Plan, job: Job, *, force: bool) -> list[str]:
+    """Return the size of the run's checkpoints, as lines; a LaunchError unless `force` if they do not fit."""
+    saved = checkpoints.size(job.save)
+    size = saved or sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary_of(plan))
+    most = (job.keep + 1) * size
+    missing = max(0, most - saved * len(checkpoints.iterations(job.save)))
+    there = next(path for path in (job.save, *job.save.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    is_seen = there != there.parent  # at / another disk is yet to be mounted
+    if is_seen and missing > free and not force:
+        raise LaunchError(
+            f"{job.keep} checkpoints and one being written take {_gib(missing)} more, and {_gib(free)} are free for "
+            f"{job.save}: give a smaller --keep, an --output on another disk, {_FORCE}"
+        )
+    left = f"; {_gib(free)} are free" if is_seen else ""
+    return [f"disk      {_gib(size)} a checkpoint, {_gib(most)} for {job.keep} and one being written{left}"]
+
+
+def check_epochs(plan: Plan, *, force: bool) -> None:
+    """Raise a LaunchError unless `force` if the run reads its text more often than repeated text helps."""
+    there = None if plan.builtin_corpus or force else data.tokens_there(plan.flags)
+    if there and tokens_of(plan) > _MOST_EPOCHS * there:
+        raise LaunchError(
+            f"the run reads {tokens_of(plan):,} tokens, {tokens_of(plan) / there:,.1f} epochs of the {there:,} in its "
+            f"text: give more text, fewer --train-iters, {_FORCE}"
+        )
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:,.1f} GiB"
+
+
 def _submit(job: Job, text: str) -> None:
     queue = _run(["squeue", "--noheader", "--me", "--format", "%i %T %j"])  # its --name takes a comma for a list
     if running := [line for line in queue.splitlines() if line.endswith(f" {job.name}")]:
@@ -234,7 +280,7 @@ def _submit(job: Job, text: str) -> None:
     path = folder / "job.sbatch"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (job.output / progress.ENDED).unlink(missing_ok=True)  # of a shorter run that continues now
+        (job.output / record.ENDED).unlink(missing_ok=True)  # of a shorter run that continues now
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)  # for this user only: the settings of a cluster may hold a key

@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,13 +68,8 @@ def ensure_builtin_corpus(
 ) -> BuiltinCorpus:
     """Return the corpus in `directory`, built now unless it is there already; many processes may ask at once.
 
-    Args:
-        directory: folder of the corpus.
-        vocab_size: size of the tokenizer trained on it.
-        roots: library folders to read (default: those of the running interpreter).
-
-    Raises:
-        DataError: the folder cannot be written or holds something else, or the libraries have too little text.
+    `roots` are the library folders to read: by default those of the running interpreter. A DataError if the directory
+    cannot be written or holds something else, or the libraries have too little text.
     """
     from filelock import FileLock
 
@@ -103,12 +98,11 @@ def ensure_builtin_corpus(
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of a built-in corpus in the folder, or an empty one."""
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((directory / "manifest.json").read_text())
-        is_ours = "fingerprint" in manifest and set(manifest["files"]) == set(_FILES)
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-    return dict(manifest) if is_ours else {}
+        if "fingerprint" in manifest and set(manifest["files"]) == set(_FILES):
+            return dict(manifest)
+    return {}
 
 
 def _is_whole(directory: Path, fingerprint: str) -> bool:
@@ -171,24 +165,19 @@ def is_validation(name: str) -> bool:
 
 def read_documents(roots: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """Yield the name and the documentation of each module below the roots, in a fixed order, each docstring once."""
-    files = [
-        (root, path)
-        for root in roots
-        for path in sorted(root.rglob("*.py"))
-        if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
-    ]
-    seen: set[bytes] = set()
-    with ProcessPoolExecutor(2) as pool:
-        found = pool.map(_docstrings, [path for _, path in files], chunksize=64)
-        for (root, path), docstrings in zip(files, found, strict=True):
-            fresh = []
-            for text in docstrings:
-                digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
-                if digest not in seen:
-                    seen.add(digest)
-                    fresh.append(text)
-            if fresh:
-                yield path.relative_to(root).as_posix(), "\n\n".join(fresh)
+    seen: set[str] = set()
+    for folder, path in [(root, path) for root in roots for path in sorted(root.rglob("*.py"))]:
+        name = path.relative_to(folder)
+        if _SKIPPED_FOLDERS & set(name.parts[:-1]):
+            continue
+        fresh = []
+        for text in _docstrings(path):
+            words = " ".join(text.split())
+            if words not in seen:
+                seen.add(words)
+                fresh.append(text)
+        if fresh:
+            yield name.as_posix(), "\n\n".join(fresh)
 
 
 def _docstrings(path: Path) -> list[str]:
@@ -206,11 +195,5 @@ def _docstrings(path: Path) -> list[str]:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
         texts = [text for text in (ast.get_docstring(node, clean=False) for node in nodes) if text]
-    return [text for text in map(inspect.cleandoc, texts) if _is_english(text)]
-
-
-def _is_english(text: str) -> bool:
-    """Return whether a docstring is prose in ASCII: long enough, mostly letters in words, few symbols."""
-    if len(text) < _SHORTEST or not text.isascii():
-        return False
-    return sum(map(len, _WORD.findall(text))) > 0.55 * len(text)
+    in_ascii = (text for text in map(inspect.cleandoc, texts) if len(text) >= _SHORTEST and text.isascii())
+    return [text for text in in_ascii if sum(map(len, _WORD.findall(text))) > 0.55 * len(text)]  # prose, not tables

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from simreg_megatron.notices import SentenceError
-from simreg_megatron.tools.folders import checkpoint_folder, refuse_taken
+from simreg_megatron.tools.checkpoints import checkpoint_folder, refuse_taken
 
 # The paper does not name its metrics. Its scores look like acc_norm where a task has one (36.5 on HellaSwag at 350M).
 PAPER = {

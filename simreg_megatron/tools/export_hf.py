@@ -8,9 +8,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.folders import checkpoint_folder, new_folder, refuse_taken
+from simreg_megatron.tools.checkpoints import (
+    CheckpointError,
+    check_checkpoint,
+    checkpoint_folder,
+    new_folder,
+    refuse_taken,
+)
 from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, SIZES, check_shapes, convert, write_config
-from simreg_megatron.tools.safe_load import CheckpointError, check_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +73,7 @@ def export(
     from huggingface_hub import save_torch_state_dict
     from transformers import GenerationConfig
 
-    from simreg_megatron.tools.export_tokenizer import check_size, write_tokenizer
-    from simreg_megatron.tools.tokenizers import load_tokenizer
+    from simreg_megatron.tools.tokenizers import check_size, load_tokenizer, write_tokenizer
 
     refuse_taken(save)
     if tokenizer and not tokenizer.exists():

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.safe_load import CheckpointError
+from simreg_megatron.tools.checkpoints import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,9 +51,8 @@ LAYER = {  # Transformer Engine fuses a norm into the layer that follows; `torch
 def convert(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Split one of Megatron's tensors into those of transformers, which are views of it."""
     if key in TOP:
-        is_norm = tensor.dim() == 1
         if not (key == "output_layer.weight" and config.tie_word_embeddings):  # a pipeline's copy of the embedding
-            yield TOP[key], tensor if is_norm else tensor[: config.vocab_size]
+            yield TOP[key], tensor if tensor.dim() == 1 else tensor[: config.vocab_size]
         return
     found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", key)
     names = LAYER.get(found[2]) if found else None

@@ -10,9 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.folders import TRACKER, new_folder, refuse_taken
+from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, refuse_taken
 from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
-from simreg_megatron.tools.safe_load import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,11 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Read the configuration and the weights of a Hugging Face model.
-
-    Raises:
-        CheckpointError: it is no LLaMA or Mixtral in safetensors files, is damaged, or holds NaN or infinite numbers.
-    """
+    """Read the configuration and the weights of a LLaMA or Mixtral in safetensors files, and refuse damaged ones."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoConfig

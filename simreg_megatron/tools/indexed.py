@@ -38,12 +38,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class PairWriter:
-    """Write PREFIX.bin and PREFIX.idx, document by document.
-
-    Args:
-        prefix: path of the pair without .bin and .idx.
-        vocab_size: number of token ids, which decides their type.
-    """
+    """Write PREFIX.bin and PREFIX.idx, document by document; the number of token ids decides their type."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         self._prefix, self._dtype = prefix, token_dtype(vocab_size)
@@ -87,13 +82,9 @@ class Index(NamedTuple):
 
 
 def read_index(prefix: str | os.PathLike[str]) -> Index:
-    """Read the index of a pair, and compare it with the size of the .bin; needs no numpy.
-
-    Raises:
-        DataError: the files are not there or not whole, or do not belong together.
-    """
+    """Read the index of a pair without numpy; a DataError if a file is missing or cut, or they are of two pairs."""
     if not is_pair(prefix):
-        raise DataError(f"there is no {prefix}.bin with {prefix}.idx: give the prefix of a prepared set")
+        raise DataError(explain_missing(prefix))
     again = "copy it again, or prepare the data again"
     path, data = (Path(f"{os.fspath(prefix)}{ending}") for ending in (".idx", ".bin"))
     with path.open("rb") as stream:
@@ -116,14 +107,18 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
 
 
 def read_tokens(prefix: str | os.PathLike[str]) -> np.memmap:
-    """Map all token ids of a pair [tokens], without reading them.
-
-    Raises:
-        DataError: the two files are not there or do not belong together.
-    """
+    """Map all token ids of a pair [tokens], without reading them; a DataError as of `read_index`."""
     import numpy as np
 
     return np.memmap(f"{os.fspath(prefix)}.bin", dtype=read_index(prefix).dtype, mode="r")
+
+
+def explain_missing(prefix: str | os.PathLike[str]) -> str:
+    """Say that `prefix` names no pair, and what does."""
+    path = Path(prefix)
+    stem = path.with_suffix("") if path.suffix in ENDINGS else path
+    hint = f"give the prefix of both, {stem}" if is_pair(stem) else "give the prefix of a pair, or prepare the data"
+    return f"there is no {prefix}.bin with {prefix}.idx: {hint}"
 
 
 def is_pair(prefix: str | os.PathLike[str]) -> bool:

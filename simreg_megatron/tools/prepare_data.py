@@ -84,11 +84,7 @@ def prepare(
     valid_tokens: int | None = None,
     workers: int = 1,
 ) -> dict[str, Any]:
-    """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options.
-
-    Raises:
-        DataError: a source or the tokenizer cannot be used, or `out` holds another set.
-    """
+    """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options."""
     import datasets
     from filelock import FileLock, Timeout
 

@@ -39,14 +39,8 @@ class Group:
 def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
     """Return the files of the sources in their order, those of folders sorted, in groups of one kind and 1 GiB.
 
-    Args:
-        sources: files, folders, `hf:NAME[:CONFIG][@REVISION]`, `c4`.
-        key: key or column of the text.
-        split: of the data sets of the Hub.
-        leave_out: real paths of files to pass over.
-
-    Raises:
-        DataError: a source is not there, or has nothing to read.
+    A source is a file, a folder, `c4`, or `hf:NAME[:CONFIG][@REVISION]`, of which `split` is taken; one without
+    anything to read is a DataError. `leave_out` has real paths of files to pass over.
     """
     groups: list[tuple[str, list[str]]] = []
     room = 0
@@ -109,11 +103,7 @@ def file_bytes(name: str) -> int:
 
 
 def load_group(group: Group, cache: Path) -> Any:
-    """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column.
-
-    Raises:
-        DataError: a file is damaged or not UTF-8, or has no such column.
-    """
+    """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column."""
     import datasets
 
     for name in group.files:
@@ -176,13 +166,8 @@ def _place(group: Group, number: int) -> str:
 
 
 def texts_of(group: Group, rows: dict[str, list[Any]], numbers: Sequence[int]) -> list[str]:
-    """Return the texts of some rows of a group; blank lines have none.
-
-    Raises:
-        DataError: naming the first row without a text.
-    """
-    kind, key, name = group.kind, group.key, group.name
-    texts = []
+    """Return the texts of some rows of a group; blank lines have none, and any other without one is a DataError."""
+    kind, key, texts = group.kind, group.key, []
     for number, row in zip(numbers, rows[key if kind == "parquet" else "text"], strict=True):
         if kind == "line" and (not row or row.isspace()):
             continue
@@ -195,6 +180,7 @@ def texts_of(group: Group, rows: dict[str, list[Any]], numbers: Sequence[int]) -
                 f"({type(error).__name__}: {str(error)[:100]})"
             ) from None
         if kind == "document" and "\0" in text:
-            raise DataError(f"{name}, file {number + 1:,}: it has zero bytes, so it is no UTF-8 text ({text[:40]!r})")
+            file = f"{group.name}, file {number + 1:,}"
+            raise DataError(f"{file}: it has zero bytes, so it is no UTF-8 text ({text[:40]!r})")
         texts.append(text)
     return texts

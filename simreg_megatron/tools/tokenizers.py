@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load and train tokenizers: a sentencepiece `.model`, or a Hugging Face folder or name."""
+"""Load, train and export tokenizers: a sentencepiece `.model`, or a Hugging Face folder or name."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hashlib
 import io
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from simreg_megatron.tools.checkpoints import CheckpointError
 from simreg_megatron.tools.indexed import DataError, sha256, token_dtype
 
 _SAMPLE_CHARACTERS = 3_000_000  # enough for a small vocabulary, and takes seconds instead of minutes
@@ -20,22 +24,23 @@ _PROBE = (
     "The 1234 quick  brown\tfoxes' jumps,\n\n  don't_stop CamelCase http://a.b/c?d=e "
     "na\u00efve \u00dcbergr\u00f6\u00dfe \u6771\u4eac \u3072\u3089\u304c\u306a \u0000 \U0001f98a."
 )
+_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
+_SPACE = "\u2581"  # sentencepiece's sign for a space
+_SAMPLES = (
+    "  leading and  double spaces, a tab\tand a trailing one ",
+    "def f(x):\n    return [x ** 2, {'a': \"b\"}]  # 3.14159\n\n\nend",
+    "\u00fcn\u00efc\u00f6d\u00e9 \u6f22\u5b57 \U0001f600 \u00a0non-breaking",
+    "<s> </s> <unk> as plain text",
+)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded tokenizer.
-
-    Attributes:
-        sha256: of the file; for a Hugging Face tokenizer of its vocabulary, special ids and the ids of a probe text.
-        vocab_size: number of ids, which is the rows that a model needs.
-        encode: ids of each of many texts, without special tokens around them; a text that spells `<|endoftext|>` or
-            another special token is text.
-    """
+    """A loaded tokenizer; `encode` adds no special tokens, and takes one that a text spells for text."""
 
     source: str
-    sha256: str
-    vocab_size: int
+    sha256: str  # of the file; for a Hugging Face tokenizer of its vocabulary, special ids and the ids of a probe text
+    vocab_size: int  # number of ids, which is the rows that a model needs
     eos_id: int
     bos_id: int | None
     encode: Callable[[Sequence[str]], list[list[int]]] = field(repr=False, compare=False)
@@ -50,11 +55,7 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """Load a sentencepiece `.model` file, or a Hugging Face folder or name.
-
-    Raises:
-        DataError: it is not there, cannot be read, or has no end-of-text token.
-    """
+    """Load a sentencepiece `.model` file, or a Hugging Face folder or name; a DataError if it is of no use."""
     path, is_sentencepiece = Path(source), source.endswith(".model")
     give = "give a sentencepiece .model, or a Hugging Face folder or name"
     if path.is_file() and not is_sentencepiece:
@@ -108,40 +109,97 @@ def _load_hugging_face(source: str) -> Tokenizer:
     )  # fmt: skip
 
 
-def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int | None = None) -> None:
-    """Train byte pairs on a sample of the texts and write them to `output`: ids 0 unknown, 1 begin, 2 end of text.
+def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int = 4192) -> None:
+    """Train byte pairs on a fixed random draw of the texts: ids 0 unknown, 1 begin, 2 end of text; every byte is one.
 
-    Args:
-        texts: documents; a fixed random draw of them is used, up to 3 million characters.
-        output: the .model file to write.
-        vocab_size: number of pieces; every byte is one of them, so that all text can be written.
-        longest_line: bytes; sentencepiece leaves out longer lines (default: its own 4192).
-
-    Raises:
-        DataError: the texts yield fewer pieces than that.
+    Lines of more than `longest_line` bytes are left out. A DataError if the texts yield fewer than `vocab_size` pieces.
     """
     import sentencepiece
 
-    order = list(range(len(texts)))
-    random.Random(0).shuffle(order)
+    shuffled = list(texts)
+    random.Random(0).shuffle(shuffled)
     lines: list[str] = []
     characters = 0
-    for index in order:
-        some = [line for line in texts[index].splitlines() if line.strip()]
+    for text in shuffled:
+        some = [line for line in text.splitlines() if line.strip()]
         lines += some
         characters += sum(map(len, some))
         if characters >= _SAMPLE_CHARACTERS:
             break
     model = io.BytesIO()
-    longest: dict[str, Any] = {} if longest_line is None else {"max_sentence_length": longest_line}
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
             byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, **longest, unk_id=0, bos_id=1, eos_id=2,
-            pad_id=-1, num_threads=2, minloglevel=2,
+            remove_extra_whitespaces=False, max_sentence_length=longest_line,
+            unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2,
         )  # fmt: skip
     except RuntimeError as error:  # the reason stands behind the line of sentencepiece's source
         reason = str(error).rpartition("] ")[2].strip()
         raise DataError(f"no tokenizer of {vocab_size} pieces could be trained on this text: {reason}") from None
     output.write_bytes(model.getvalue())
+
+
+def check_size(args: argparse.Namespace, num_rows: int, size: int, given: str) -> None:
+    """Refuse a `size` without padding that is not that of training: the exported model would write nonsense."""
+    # Rows are padded to a multiple of this; an imported checkpoint does not say how, so any number may be.
+    multiple = getattr(args, "make_vocab_size_divisible_by", 0) * args.tensor_model_parallel_size or num_rows
+    is_sentencepiece = "SentencePiece" in str(args.tokenizer_type)  # to which Megatron up to 0.15 appended tokens
+    added = 7 + (getattr(args, "vocab_extra_ids", 0) or 0) if is_sentencepiece else 0
+    if not num_rows - multiple - added < size <= num_rows:
+        raise CheckpointError(
+            f"{given} has {size} tokens, which Megatron does not pad to the checkpoint's {num_rows} rows: give the "
+            f"tokenizer of training ({getattr(args, 'tokenizer_model', None)}), or leave it out to keep all rows"
+        )
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write it to the folder of a model, in a form that tokenizes every text as in training."""
+    from transformers import AutoTokenizer
+
+    source = Path(tokenizer.source)
+    if source.is_file():
+        shutil.copyfile(source, folder / "tokenizer.model")
+        _convert(tokenizer, folder)
+        return
+    for path in (path for pattern in _FILES for path in source.glob(pattern) if path.is_file()):
+        shutil.copyfile(path, folder / path.name)
+    with contextlib.suppress(DataError):
+        if load_tokenizer(str(folder)).sha256 == tokenizer.sha256:
+            return
+    # Its class stands in a config.json, as GPT-2's does, or its vocabulary in another file.
+    AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(folder)
+
+
+def _convert(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a sentencepiece byte-pair model as tokenizer.json, and check that both tokenize alike."""
+    import transformers
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import normalizers
+
+    model = SentencePieceProcessor(model_file=tokenizer.source)
+    texts = [*_SAMPLES, *(f"a{model.id_to_piece(i)}b".replace(_SPACE, " ") for i in range(tokenizer.vocab_size))]
+    try:
+        llama = transformers.LlamaTokenizerFast.from_pretrained(folder, local_files_only=True, add_bos_token=False)
+        fast = llama.backend_tokenizer
+        steps = [normalizers.Prepend(_SPACE)] if model.encode("a", out_type=str)[0].startswith(_SPACE) else []
+        fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        fast.pre_tokenizer = None
+        tokens = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+        special = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False,
+            split_special_tokens=True, **special,  # a "</s>" in a text stays text
+        ).save_pretrained(folder)  # fmt: skip
+        config = folder / "tokenizer_config.json"
+        entries = {**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}  # known to release 4
+        config.write_text(json.dumps(entries, indent=2) + "\n")
+        written = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        is_exact = written(texts, add_special_tokens=False).input_ids == tokenizer.encode(texts)
+    except Exception as error:
+        raise CheckpointError(f"{tokenizer.source} cannot be converted ({type(error).__name__}: {error})") from None
+    if not is_exact:
+        raise CheckpointError(
+            f"transformers would tokenize some texts differently from {tokenizer.source}: convert it yourself and give "
+            "the folder with its tokenizer.json"
+        )

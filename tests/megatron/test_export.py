@@ -14,8 +14,8 @@ from torch import Tensor
 
 from simreg_megatron import cli
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
+from simreg_megatron.tools.checkpoints import checkpoint_folder
 from simreg_megatron.tools.export_hf import export, read
-from simreg_megatron.tools.folders import checkpoint_folder
 from tests.helpers.megatron_logits import TOLERANCE, compare
 from tests.helpers.quick import quick
 from tests.megatron import forks, runs
@@ -271,7 +271,7 @@ def logits_of_megatron(load: Path, tokens: Tensor, scratch: Path) -> Tensor:
 
 
 def _write_logits(load: Path, given: Path, found: Path) -> None:
-    from simreg_megatron.tools.folders import checkpoint_folder
+    from simreg_megatron.tools.checkpoints import checkpoint_folder
     from tests.helpers.megatron_logits import megatron_logits
 
     tokens = torch.load(given, weights_only=True)

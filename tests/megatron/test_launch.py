@@ -14,7 +14,7 @@ from torch.utils import tensorboard
 from torch.utils.tensorboard import SummaryWriter
 
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
-from simreg_megatron.tools.events import VALIDATION_LOSS, read_run
+from simreg_megatron.tools.curves import VALIDATION_LOSS, read_run
 from tests.helpers import jobs
 from tests.helpers.quick import quick
 from tests.megatron import runs

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from simreg_megatron.tools import export_hf, folders
+from simreg_megatron.tools import checkpoints, export_hf
 from tests.fixtures import make, snapshot
 from tests.fixtures.runs import KEPT, SAVED_AT, STEPS, write_text
 from tests.helpers.quick import quick
@@ -49,7 +49,7 @@ def unpacked(name: str, folder: Path) -> Path:
     assert hashlib.sha256(archive.read_bytes()).hexdigest() == values_of(name)["sha256"]
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
-    notes = " ".join(export_hf.read(folders.checkpoint_folder(folder))[2])
+    notes = " ".join(export_hf.read(checkpoints.checkpoint_folder(folder))[2])
     assert "simreg_similarity.query" in notes, notes
     return folder
 

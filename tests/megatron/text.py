@@ -18,8 +18,7 @@ from simreg_megatron.tools.builtin_corpus import (
     read_documents,
     write_pair,
 )
-from simreg_megatron.tools.export_tokenizer import write_tokenizer
-from simreg_megatron.tools.tokenizers import load_tokenizer
+from simreg_megatron.tools.tokenizers import load_tokenizer, write_tokenizer
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
 VOCABULARY = 512

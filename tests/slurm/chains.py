@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.installed import python_path
-from simreg_megatron.tools.events import read_run
+from simreg_megatron.tools.curves import read_run
 from tests.megatron import runs
 from tests.slurm.cluster import Cluster
 

@@ -11,8 +11,8 @@ import pytest
 from examples import heatmap
 from examples.heatmap import HiddenStates
 from simreg_megatron import cli
-from simreg_megatron.tools import events
-from simreg_megatron.tools.events import read_run
+from simreg_megatron.tools import curves
+from simreg_megatron.tools.curves import read_run
 
 Captured = pytest.CaptureFixture[str]
 
@@ -75,7 +75,7 @@ def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Capture
     assert cli.main(["curves", str(tmp_path)]) == 2
     assert f"no TensorBoard scalars: give {tmp_path}/a or {tmp_path}/b\n" in capsys.readouterr().err
     (tmp_path / "events.out.tfevents.1.here").write_bytes(b"x" * 100)
-    with pytest.raises(events.ReportError):
+    with pytest.raises(curves.ReportError):
         read_run(tmp_path)
 
 

@@ -15,12 +15,10 @@ import torch
 
 from simreg_megatron import cli
 from simreg_megatron.tools import import_hf
+from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, checkpoint_folder, new_folder
 from simreg_megatron.tools.export_hf import export, refuse_others
-from simreg_megatron.tools.export_tokenizer import check_size
-from simreg_megatron.tools.folders import TRACKER, checkpoint_folder, new_folder
 from simreg_megatron.tools.hf_layout import LLAMA3_ROPE
-from simreg_megatron.tools.safe_load import CheckpointError
-from simreg_megatron.tools.tokenizers import load_tokenizer
+from simreg_megatron.tools.tokenizers import check_size, load_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, random_weights, tiny_config
 
 transformers = pytest.importorskip("transformers")

@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from simreg_megatron import cli
+from simreg_megatron.tools.checkpoints import CheckpointError, checkpoint_folder
 from simreg_megatron.tools.export_hf import export
-from simreg_megatron.tools.folders import checkpoint_folder
 from simreg_megatron.tools.hf_layout import LLAMA3_ROPE
 from simreg_megatron.tools.import_hf import open_model
-from simreg_megatron.tools.safe_load import CheckpointError
 from tests.helpers.checkpoints import hugging_face, random_weights, tiny_config
 from tests.megatron import forks, runs
 

@@ -106,7 +106,7 @@ def test_damaged_and_exchanged_files_are_refused(place: Path, tmp_path: Path) ->
 
 def test_chats_are_left_to_megatron() -> None:
     flags = [("--data-path", "chats.jsonl")]
-    with pytest.raises(LaunchError, match="there is no chats"):
+    with pytest.raises(DataError, match="there is no chats"):
         data.check_data(flags)
     assert all(data.check_data([*flags, (kind,)]) == [] for kind in ("--sft", "--use-varlen-dataset"))
 
@@ -115,7 +115,7 @@ def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.
     """Without a network the Hub was asked for a minute first."""
     monkeypatch.setattr("simreg_megatron.tools.tokenizers.load_tokenizer", lambda name: pytest.fail(f"fetched {name}"))
     flags = [("--data-path", "PREFIX"), ("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", "PATH")]
-    with pytest.raises(LaunchError, match="there is no PREFIX"):
+    with pytest.raises(DataError, match="there is no PREFIX"):
         data.check_data(flags)
 
 

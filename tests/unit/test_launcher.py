@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import launcher, preflight, progress, record, sizes
+from launch import launcher, preflight, record, sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_names, flag_value, flatten, group_flags, read_preset
-from launch.machine import Machine
 from launch.options import PRESETS, RECIPES, make_parser
 from launch.plan import build_plan
-from launch.planned import Plan, resumed
+from launch.planned import Machine, Plan, resumed
 from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
 from tests.megatron import runs
@@ -357,12 +356,12 @@ class TestGoingOn:
 
     def test_another_run_that_has_ended_there_is_not_taken_for_this_one(self, tmp_path: Path) -> None:
         words = ("--output", str(tmp_path), "--train-iters", "9", "--recipe")
-        progress.mark_ended(evaluates := self.asked(*words, "sce", "--skip-train"))
-        assert not progress.has_ended(self.asked(*words, "sce")), "nothing was trained"
-        progress.mark_ended(self.asked(*words, "sce"))
-        assert not progress.has_ended(evaluates)
-        assert progress.has_ended(self.asked(*words, "sce", "--log-interval", "3", "--simreg-log-interval", "3"))
-        assert progress.has_ended(self.asked(f"--output={tmp_path}", "--train-iters=9", *words[4:], "sce"))
+        record.mark_ended(evaluates := self.asked(*words, "sce", "--skip-train"))
+        assert not record.has_ended(self.asked(*words, "sce")), "nothing was trained"
+        record.mark_ended(self.asked(*words, "sce"))
+        assert not record.has_ended(evaluates)
+        assert record.has_ended(self.asked(*words, "sce", "--log-interval", "3", "--simreg-log-interval", "3"))
+        assert record.has_ended(self.asked(f"--output={tmp_path}", "--train-iters=9", *words[4:], "sce"))
         for other, sentence in (
             (("creg",), "--simreg-objective sce then, --simreg-objective creg now"),
             (("sce", "--seed", "7"), "--seed 1234 then, --seed 7 now"),
@@ -370,7 +369,7 @@ class TestGoingOn:
             (("sce", "--data", "other", "--tokenizer", "t.model"), "no --data-path then, --data-path other now"),
         ):
             with pytest.raises(LaunchError, match=f"has ended, and was another one \\({sentence}\\): give another"):
-                progress.has_ended(self.asked(*words, *other))
+                record.has_ended(self.asked(*words, *other))
 
     def test_a_dry_run_goes_on_where_the_run_would(self, tmp_path: Path, monkeypatch, capsys) -> None:
         """It once printed a command that began at step 0, over the checkpoints that are there."""
@@ -386,7 +385,7 @@ class TestGoingOn:
                 ("# resumes   from iteration 5" in printed) == is_there == (f"--load {tmp_path}/checkpoints" in printed)
             )
             assert "would do nothing" not in printed
-            progress.mark_ended(made)  # and then go back to iteration 5
+            record.mark_ended(made)  # and then go back to iteration 5
             checkpoint = tmp_path / "checkpoints" / "iter_0000005"
             checkpoint.mkdir(parents=True, exist_ok=True)
             for name in ("metadata.json", ".metadata"):
@@ -400,10 +399,10 @@ class TestGoingOn:
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"length": 9}'])
     def test_a_damaged_mark_is_ignored(self, text: str, tmp_path: Path) -> None:
-        (tmp_path / progress.ENDED).write_text(text)
-        assert not progress.has_ended(self.asked("--output", str(tmp_path)))
+        (tmp_path / record.ENDED).write_text(text)
+        assert not record.has_ended(self.asked("--output", str(tmp_path)))
         with pytest.raises(LaunchError, match=r"has ended, but .* cannot be written"):
-            progress.mark_ended(self.asked("--output", "/dev/null"))
+            record.mark_ended(self.asked("--output", "/dev/null"))
 
 
 class TestLayouts:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from simreg_megatron import cli
-from simreg_megatron.tools.safe_load import CheckpointError, check_archive, check_checkpoint, check_pickle
+from simreg_megatron.tools.checkpoints import CheckpointError, check_archive, check_checkpoint, check_pickle
 from tests.helpers.checkpoints import Calls, archive_of, dist_checkpoint, tiny_config
 
 pytest.importorskip("transformers")
@@ -115,16 +115,17 @@ def test_any_other_name(function, protocol: int) -> None:
         (b"\x80\x04\x8c\x05posixq\x07\x8c\x06systemr\x08\x00\x00\x000h\x07j\x08\x00\x00\x00\x93.", "posix.system"),
         (b"\x80\x04Vposix\np1\nVsystem\np2\n0g1\ng2\n\x93.", "posix.system"),
         # A harmless string lies on top, and is taken away again.
-        (b"\x80\x04\x8c\x05posix\x8c\x06system\x8c\x04Size0\x93.", "None.None"),
+        (b"\x80\x04\x8c\x05posix\x8c\x06system\x8c\x04Size0\x93.", "posix.system"),
         (b"\x80\x04\x8c\x05torch\x8c\x0eSize.__class__\x93.", "torch.Size.__class__"),
         (b"(S'id'\niposix\nsystem\n.", "posix.system"),
-        (b"\x82\x01.", "1"),
     ],
 )
 def test_names_that_are_hidden(crafted: bytes, name: str) -> None:
     """STACK_GLOBAL through the memo, INST, extension codes, and an attribute of a listed class."""
     with pytest.raises(CheckpointError, match=f"names {name}, which"):
         check_pickle(crafted, "it")
+    with pytest.raises(ValueError, match="unregistered extension code 1"):
+        check_pickle(b"\x82\x01.", "it")
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 5])
@@ -137,6 +138,9 @@ def test_a_pickle_inside_of_a_state(is_archive: bool, protocol: int, sprung: Pat
         check_pickle(pickle.dumps([io.BytesIO(inner)], max(2, protocol)), "it")
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         check_archive(archive_of([io.BytesIO(inner)]).getvalue(), "it")
+    numbers = Calls(bytes, list(inner))
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        check_pickle(pickle.dumps(Calls(io.BytesIO, numbers), protocol), "it")
     if protocol == 0 and not is_archive:  # as a string of Python 2
         as_bytes = b"c_codecs\nencode\n(T" + len(inner).to_bytes(4, "little") + inner + b"Vlatin1\ntR"
         with pytest.raises(CheckpointError, match=r"posix\.system"):

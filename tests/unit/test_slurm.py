@@ -14,13 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from launch import lock, progress
+from launch import lock, record
 from launch.flags import LaunchError
 from launch.options import LAYOUTS, PRESETS, TINY
 from launch.planned import ROOT
-from launch.slurm import chain, needs, submit
-from launch.slurm.job import render
-from launch.slurm.site import DEFAULT, Site, read_site
+from launch.slurm import chain, submit
+from launch.slurm.job import DEFAULT, Site, read_site, render
 from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
 
@@ -172,7 +171,7 @@ def test_what_would_fail_is_refused_before_it_is_queued(
 
 def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / progress.ENDED).write_text(json.dumps({"length": "12500 iterations"}))
+    (tmp_path / "run" / record.ENDED).write_text(json.dumps({"length": "12500 iterations"}))
     with pytest.raises(LaunchError, match="12500 iterations are done"):
         text_of(LLAMA, "--model", "7b", *data)
     text_of(LLAMA, "--model", "7b", *data, "--train-iters", "13000")
@@ -428,7 +427,7 @@ class TestBooks:
         assert books.begin() != 0
         assert "cannot be written" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("name", [chain.STOP, progress.ENDED])
+    @pytest.mark.parametrize("name", [chain.STOP, record.ENDED])
     def test_the_end_and_the_stop_file_end(self, name: str, books, monkeypatch) -> None:
         self.at(books, 10, monkeypatch)
         assert books.begin() == 0
@@ -547,7 +546,7 @@ class TestWhatARunTakes:
 
     def disk(self, *argv: str) -> str:
         job, _, plan, _ = submit.prepare(argv, dict(os.environ))
-        return needs.check_disk(plan, job, force=True)[0]
+        return submit.check_disk(plan, job, force=True)[0]
 
     def test_checkpoints_of_a_real_size(self, data: list[str]) -> None:
         """14 bytes for each of 6.74 billion weights."""
