@@ -87,8 +87,9 @@ def check_checkpoint(folder: Path) -> None:
 
     path = folder / ".metadata"
     try:
-        check_pickle(path.read_bytes(), str(path))
-        metadata = pickle.loads(path.read_bytes())  # noqa: S301
+        content = path.read_bytes()
+        check_pickle(content, str(path))
+        metadata = pickle.loads(content)  # noqa: S301
         for index, place in metadata.storage_data.items():
             path = folder / place.relative_path
             if path.parent != folder:
@@ -150,9 +151,9 @@ class _Stub:
 
     values: list[Any] | None = None
 
-    def __new__(cls, *values: Any, **_: Any) -> _Stub:
+    def __new__(cls, *values: Any, **named: Any) -> _Stub:
         stub = super().__new__(cls)
-        stub.__setstate__(*values)
+        stub.__setstate__(*values, *named.values())
         return stub
 
     def __setstate__(self, *values: Any) -> None:
