@@ -184,24 +184,25 @@ def test_pairs_are_shared(tmp_path: Path, layout: ShardLayout, chunk_size: int) 
     run_processes(check_sharing_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size))
 
 
+OF_WHOLE_SEQUENCES = [
+    {"chunk_weight": "uniform"},
+    {"chunk_weight": "pos-neg-ratio"},
+    {"chunk_weight": "neg-pos-ratio"},
+    {"chunk_weight": "count-corrected"},
+    {"document_mask": True},
+    {"document_mask": True, "chunk_weight": "neg-pos-ratio"},
+    {"self_positive": "never", "chunk_weight": "uniform"},
+    {"group_reduce": "mean", "similarity": "dot", "temperature": 2.0},
+]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "layout", quick([SP2, TP3, CP2_SP2], lambda layout: layout == CP2_SP2), ids=["sp2", "tp3", "cp2-sp2"]
 )
 @pytest.mark.parametrize("chunk_size", quick([8, 12], lambda size: size == 12))
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"chunk_weight": "uniform"},
-        {"chunk_weight": "pos-neg-ratio"},
-        {"chunk_weight": "neg-pos-ratio"},
-        {"chunk_weight": "count-corrected"},
-        {"document_mask": True},
-        {"document_mask": True, "chunk_weight": "neg-pos-ratio"},
-        {"self_positive": "never", "chunk_weight": "uniform"},
-        {"group_reduce": "mean", "similarity": "dot", "temperature": 2.0},
-    ],
-    ids=lambda options: "-".join(str(value) for value in options.values()),
+    "options", OF_WHOLE_SEQUENCES, ids=lambda options: "-".join(str(value) for value in options.values())
 )
 def test_weights_and_documents_are_those_of_the_whole_sequence(
     tmp_path: Path, layout: ShardLayout, chunk_size: int, options: dict

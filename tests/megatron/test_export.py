@@ -49,16 +49,16 @@ def test_expert_layouts_export_the_same_bits(layout: str, experts: Saved, tmp_pa
     _same_in(experts, layout, tmp_path)
 
 
+FURTHER = [
+    *(("gqa", layout) for layout in ("tp2-sp",)),
+    *(("deep", layout) for layout in ("vpp2", "tp2")),
+    *(("tied", layout) for layout in ("tp2", "pp2")),
+    *(("moe", layout) for layout in ("pp2", "tp2-ep2", "tp2-ep2-whole")),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        *(("gqa", layout) for layout in ("tp2-sp",)),
-        *(("deep", layout) for layout in ("vpp2", "tp2")),
-        *(("tied", layout) for layout in ("tp2", "pp2")),
-        *(("moe", layout) for layout in ("pp2", "tp2-ep2", "tp2-ep2-whole")),
-    ],
-)
+@pytest.mark.parametrize(("model", "layout"), FURTHER)
 def test_further_layouts(model: str, layout: str, data_flags, tmp_path: Path) -> None:
     _same_in(Saved(tmp_path / "runs", data_flags, model), layout, tmp_path)
 

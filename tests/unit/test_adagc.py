@@ -77,15 +77,15 @@ def test_norms_that_are_not_finite_move_no_average(warmup_iters: int, broken: fl
     assert torch.equal(adagc.gammas, before)
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"lambda_rel": 0}, "lambda-rel must be a finite number above 0"),
-        ({"beta": 1}, "beta must be at least 0 and below 1"),
-        ({"warmup_iters": 2.5}, "warmup iters must be a whole number, not 2.5"),
-        ({"variant": "shard"}, "choose from clipped, raw, global"),
-    ],
-)
+IMPOSSIBLE = [
+    ({"lambda_rel": 0}, "lambda-rel must be a finite number above 0"),
+    ({"beta": 1}, "beta must be at least 0 and below 1"),
+    ({"warmup_iters": 2.5}, "warmup iters must be a whole number, not 2.5"),
+    ({"variant": "shard"}, "choose from clipped, raw, global"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), IMPOSSIBLE)
 def test_impossible_settings_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         AdaGCConfig(**settings)

@@ -40,16 +40,16 @@ def test_it_ends_as_its_processes(end: str, status: int, last: str, tmp_path: Pa
     assert (done.returncode, done.stderr.splitlines()) == (status, [last]), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("rank", "exitcode", "status", "said"),
-    [
-        (3, 0, 0, ""),
-        (0, 130, 130, ""),
-        (0, -2, 130, "Stopped: rank 0 was interrupted."),
-        (3, 130, 130, "Stopped: rank 3 was interrupted."),
-        (3, -15, 143, "error: rank 3 was ended by SIGTERM"),
-    ],
-)
+ENDS = [
+    (3, 0, 0, ""),
+    (0, 130, 130, ""),
+    (0, -2, 130, "Stopped: rank 0 was interrupted."),
+    (3, 130, 130, "Stopped: rank 3 was interrupted."),
+    (3, -15, 143, "error: rank 3 was ended by SIGTERM"),
+]
+
+
+@pytest.mark.parametrize(("rank", "exitcode", "status", "said"), ENDS)
 def test_the_status_of_an_end(
     rank: int, exitcode: int, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,15 +57,15 @@ def test_the_status_of_an_end(
     assert capsys.readouterr().err.strip() == said
 
 
-@pytest.mark.parametrize(
-    ("words", "refused"),
-    [
-        (["--nnodes", "2"], True),
-        (["--nnodes=2", "--master-addr", "here"], False),
-        (["--nnodes=1:4", "--rdzv-endpoint", "h:1"], False),
-        ([], False),
-    ],
-)
+NODES = [
+    (["--nnodes", "2"], True),
+    (["--nnodes=2", "--master-addr", "here"], False),
+    (["--nnodes=1:4", "--rdzv-endpoint", "h:1"], False),
+    ([], False),
+]
+
+
+@pytest.mark.parametrize(("words", "refused"), NODES)
 def test_several_nodes_need_an_address(words: list[str], refused: bool) -> None:
     """(The functions of start.bash alone: nothing is started.)"""
     asked = 'source "$1"; shift; count_gpus() { echo 1; }; split_words "$@"; complete_torchrun; demand_address'

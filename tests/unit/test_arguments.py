@@ -60,28 +60,25 @@ def test_settings_are_read_from_a_yaml_file(tmp_path: Path, monkeypatch: pytest.
     assert (config.lambda_, config.chunk_size, config.document_mask, config.scope) == (10, 512, True, "exact")
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("--simreg-chunk-size 64", "SimReg chunk size 64 has no effect while lambda is 0"),
-        ("--simreg-cpu", "--simreg-cpu came too late"),
-        ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
-        ("--adagc-lambda 1", "did you mean --adagc-lambda-"),
-        ("--simreg-zzz", "`simreg-megatron flags` lists them"),
-        (f"--simreg-warmup-iters {'9' * 5000}", "argument --simreg-warmup-iters: invalid int value: '999"),
-        (f"--simreg-lambda 1 --simreg-scope {'x' * 5000}", "unknown SimReg scope 'xxx"),
-        ("--simreg-objective mic:1 --simreg-scope \x1b[2J", "SimReg scope ?[2J has no effect"),
-        ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share from 0 to 1,000, not '1e308'"),
-        (
-            "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options coupling=2",
-            "coupling must be from 0 to 1",
-        ),
-        (
-            "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options exclude_self=yes,target=instance",
-            "use target=label",
-        ),
-    ],
-)
+BAD_FLAGS = [
+    ("--simreg-chunk-size 64", "SimReg chunk size 64 has no effect while lambda is 0"),
+    ("--simreg-cpu", "--simreg-cpu came too late"),
+    ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
+    ("--adagc-lambda 1", "did you mean --adagc-lambda-"),
+    ("--simreg-zzz", "`simreg-megatron flags` lists them"),
+    (f"--simreg-warmup-iters {'9' * 5000}", "argument --simreg-warmup-iters: invalid int value: '999"),
+    (f"--simreg-lambda 1 --simreg-scope {'x' * 5000}", "unknown SimReg scope 'xxx"),
+    ("--simreg-objective mic:1 --simreg-scope \x1b[2J", "SimReg scope ?[2J has no effect"),
+    ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share from 0 to 1,000, not '1e308'"),
+    ("--simreg-objective sce --simreg-lambda 1 --simreg-objective-options coupling=2", "coupling must be from 0 to 1"),
+    (
+        "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options exclude_self=yes,target=instance",
+        "use target=label",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), BAD_FLAGS)
 def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(line.split())
@@ -178,14 +175,14 @@ def test_adagc_takes_the_place_of_the_global_clip(flags: str, norm: float) -> No
     assert adagc_from_args(parser().parse_args([])) is None
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "line"),
-    [
-        ("--adagc", "", "--adagc was on when the checkpoint was written and is off now"),
-        ("", "--adagc", "--adagc was off when the checkpoint was written and is on now"),
-        ("--adagc --adagc-beta 0.9", "--adagc", "--adagc-beta was 0.9 when the checkpoint was written and is 0.99 now"),
-    ],
-)
+CHANGES_OF_ADAGC = [
+    ("--adagc", "", "--adagc was on when the checkpoint was written and is off now"),
+    ("", "--adagc", "--adagc was off when the checkpoint was written and is on now"),
+    ("--adagc --adagc-beta 0.9", "--adagc", "--adagc-beta was 0.9 when the checkpoint was written and is 0.99 now"),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "line"), CHANGES_OF_ADAGC)
 def test_a_resume_logs_what_changed_of_adagc(before: str, now: str, line: str) -> None:
     both = parser().parse_args(before.split()), parser().parse_args(now.split())
     lines = adagc_differences_to_checkpoint(*both)

@@ -20,47 +20,46 @@ from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import fixture_f1, without_pairs
 from tests.unit.test_simreg_facts import assert_prints
 
+CR1 = [
+    ({}, "4.790469"),
+    ({"form": "per_pair"}, "2.506397"),
+    ({"form": "supcon_out"}, "4.996844"),
+    ({"self_positive": "always"}, "2.626919"),
+    ({"temperature": 0.01}, "41.686364"),
+    ({"temperature": 0.01, "form": "supcon_out"}, "42.616670"),
+]
 
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({}, "4.790469"),
-        ({"form": "per_pair"}, "2.506397"),
-        ({"form": "supcon_out"}, "4.996844"),
-        ({"self_positive": "always"}, "2.626919"),
-        ({"temperature": 0.01}, "41.686364"),
-        ({"temperature": 0.01, "form": "supcon_out"}, "42.616670"),
-    ],
-)
+
+@pytest.mark.parametrize(("options", "printed"), CR1)
 def test_cr1(options: dict, printed: str) -> None:
     assert_prints(creg_loss(*fixture_f1(), **options), printed)
 
 
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({}, "3.568870"),
-        ({"target_temperature": 0.05}, "3.506406"),
-        ({"coupling": 1}, "4.051758"),
-        ({"coupling": 0}, "3.085982"),
-        ({"target": "instance"}, "1.655349"),
-        ({"target": "instance", "coupling": 1}, "0.224715"),
-        ({"exclude_self": True}, "2.393741"),
-    ],
-)
+SE1 = [
+    ({}, "3.568870"),
+    ({"target_temperature": 0.05}, "3.506406"),
+    ({"coupling": 1}, "4.051758"),
+    ({"coupling": 0}, "3.085982"),
+    ({"target": "instance"}, "1.655349"),
+    ({"target": "instance", "coupling": 1}, "0.224715"),
+    ({"exclude_self": True}, "2.393741"),
+]
+
+
+@pytest.mark.parametrize(("options", "printed"), SE1)
 def test_se1(options: dict, printed: str) -> None:
     assert_prints(sce_loss(*fixture_f1(), **options), printed)
 
 
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({"temperature": 0.1}, "3.608232"),
-        ({"temperature": 0.1, "same_label": "kept"}, "5.53525150634"),
-        ({"temperature": 0.05}, "6.486718"),
-        ({"temperature": 0.01}, "30.825301"),
-    ],
-)
+CP1 = [
+    ({"temperature": 0.1}, "3.608232"),
+    ({"temperature": 0.1, "same_label": "kept"}, "5.53525150634"),
+    ({"temperature": 0.05}, "6.486718"),
+    ({"temperature": 0.01}, "30.825301"),
+]
+
+
+@pytest.mark.parametrize(("options", "printed"), CP1)
 def test_cp1(options: dict, printed: str) -> None:
     assert_prints(cpretrain_loss(*fixture_f1(), **options), printed)
 
@@ -250,22 +249,22 @@ def test_a_learned_scale(level: str) -> None:
     assert pull > 0, "without it the scale would stay at the limit for ever"
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda rows, labels: creg_loss(rows, labels, temperature=0), "temperature must be a finite number above 0"),
-        (lambda rows, labels: sce_loss(rows, labels, target="instance", exclude_self=True), "its only entry"),
-        (
-            lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"),
-            "reduction 'none' is not available; choose one of mean",
-        ),
-        (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
-        (
-            lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
-            "chunks of at most 256 tokens, got 280",
-        ),
-    ],
-)
+BAD_OPTIONS = [
+    (lambda rows, labels: creg_loss(rows, labels, temperature=0), "temperature must be a finite number above 0"),
+    (lambda rows, labels: sce_loss(rows, labels, target="instance", exclude_self=True), "its only entry"),
+    (
+        lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"),
+        "reduction 'none' is not available; choose one of mean",
+    ),
+    (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
+    (
+        lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
+        "chunks of at most 256 tokens, got 280",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), BAD_OPTIONS)
 def test_bad_options_are_refused(call: Callable[..., Tensor], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         call(*tokens()[:2])

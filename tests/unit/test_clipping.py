@@ -121,14 +121,14 @@ def test_averages_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 LAYERS = ["decoder.layers.1.mlp.weight", "decoder.layers.1.attention.weight"]
 
 
-@pytest.mark.parametrize(
-    ("names", "settings", "sentence"),
-    [
-        (LAYERS, {"variant": "global"}, "averages are of variant clipped, not global, so the warm-up starts now"),
-        # A GPT's second layer is another one in a hybrid model, under the same number.
-        (["decoder.layers.2.mlp.weight", LAYERS[1]], {}, "built otherwise, so its averages may be of other parameters"),
-    ],
-)
+OTHERS = [
+    (LAYERS, {"variant": "global"}, "averages are of variant clipped, not global, so the warm-up starts now"),
+    # A GPT's second layer is another one in a hybrid model, under the same number.
+    (["decoder.layers.2.mlp.weight", LAYERS[1]], {}, "built otherwise, so its averages may be of other parameters"),
+]
+
+
+@pytest.mark.parametrize(("names", "settings", "sentence"), OTHERS)
 def test_averages_of_other_parameters_start_over(names: list[str], settings: dict, sentence: str, capsys) -> None:
     before, after = attached(LAYERS), attached(names, **settings)
     before._adagc.gammas, before._adagc.steps = torch.tensor([1.0, 2.0]), 7

@@ -26,17 +26,17 @@ def python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "variable", "mode"),
-    [
-        ([], None, None),
-        ([], "0", None),
-        ([], "1", "on"),
-        ([], "force", "force"),
-        (["--simreg-cpu"], None, "on"),
-        (["--simreg-cpu=force"], "1", "force"),
-    ],
-)
+ASKED = [
+    ([], None, None),
+    ([], "0", None),
+    ([], "1", "on"),
+    ([], "force", "force"),
+    (["--simreg-cpu"], None, "on"),
+    (["--simreg-cpu=force"], "1", "force"),
+]
+
+
+@pytest.mark.parametrize(("argv", "variable", "mode"), ASKED)
 def test_the_flag_and_the_variable_ask_for_it(
     argv: list[str], variable: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,14 +116,14 @@ def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
     assert "error: Megatron could not build its dataset helpers" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["SCRIPT", "--simreg-lambda", "10"], "error: no GPU is here, and Megatron needs one: add --simreg-cpu"),
-        (["nowhere.py"], "error: there is no script nowhere.py"),
-        (["--plain"], "error: --plain needs a script"),
-    ],
-)
+REFUSED = [
+    (["SCRIPT", "--simreg-lambda", "10"], "error: no GPU is here, and Megatron needs one: add --simreg-cpu"),
+    (["nowhere.py"], "error: there is no script nowhere.py"),
+    (["--plain"], "error: --plain needs a script"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED)
 def test_starts_that_are_refused(
     words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,14 +54,14 @@ def test_simreg_flags_are_passed_on() -> None:
     assert measured[-4:] == ["--simreg-objective", "none", "--simreg-lambda", "0"] and "0.1" in measured
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--tau 1", "--tau is no flag of the demo: did you mean --simreg-temperature?"),
-        ("--steps 1", "--steps 1 is too few"),
-        ("--simreg-tau 1", "there is no flag --simreg-tau: did you mean --simreg-temperature?"),
-    ],
-)
+WRONG_WORDS = [
+    ("--tau 1", "--tau is no flag of the demo: did you mean --simreg-temperature?"),
+    ("--steps 1", "--steps 1 is too few"),
+    ("--simreg-tau 1", "there is no flag --simreg-tau: did you mean --simreg-temperature?"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG_WORDS)
 def test_wrong_words_are_refused(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         demo.read_settings(words.split())

@@ -57,16 +57,16 @@ def test_a_set_with_its_tokenizer_is_taken(place: Path, plan) -> None:
         assert "no manifest" not in said and f"with a vocabulary of {vocabulary}" in said
 
 
-@pytest.mark.parametrize(
-    ("made", "words", "sentence"),
-    [
-        ("set", ("--tokenizer", "second.model"), r"made with another tokenizer \(first.model\) than .*second.model"),
-        ("set", ("--tokenizer", "face"), "made with another tokenizer"),
-        ("face-set", ("--tokenizer", "other-face"), r"made with another tokenizer \(face\) than .*other-face"),
-        ("set", ("--tokenizer", "first.model", "--vocab-size", "300"), "350 token ids and --vocab-size 300 has room"),
-        ("set", ("--tokenizer", "first.model", "--seq-length", "90000"), "one sample takes 90001"),
-    ],
-)
+MISFITS = [
+    ("set", ("--tokenizer", "second.model"), r"made with another tokenizer \(first.model\) than .*second.model"),
+    ("set", ("--tokenizer", "face"), "made with another tokenizer"),
+    ("face-set", ("--tokenizer", "other-face"), r"made with another tokenizer \(face\) than .*other-face"),
+    ("set", ("--tokenizer", "first.model", "--vocab-size", "300"), "350 token ids and --vocab-size 300 has room"),
+    ("set", ("--tokenizer", "first.model", "--seq-length", "90000"), "one sample takes 90001"),
+]
+
+
+@pytest.mark.parametrize(("made", "words", "sentence"), MISFITS)
 @pytest.mark.parametrize("flag", ["--data", "--data-path"])
 def test_what_does_not_fit_is_refused(
     place: Path, plan, flag: str, made: str, words: tuple[str, ...], sentence: str

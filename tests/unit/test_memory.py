@@ -19,19 +19,19 @@ MIB = 1 << 20
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("size", "device", "dtype"),
-    [
-        ((2, 2048, 4096, 1024), "cuda", torch.bfloat16),  # the default of a 7B model
-        pytest.param((1, 8192, 4096, 0), "cuda", torch.bfloat16, marks=slow),
-        pytest.param((1, 8192, 8192, 0), "cuda", torch.float32, marks=slow),
-        pytest.param((16, 2048, 1024, 1024), "cuda", torch.float16, marks=slow),
-        pytest.param((1, 131072, 4096, 1024), "cuda", torch.bfloat16, marks=slow),
-        pytest.param((1, 131072, 4096, 0), "cuda", torch.bfloat16, marks=slow),
-        pytest.param((1, 131072, 512, 1024), "cpu", torch.float32, marks=slow),
-        pytest.param((1, 32768, 512, 0), "cpu", torch.bfloat16, marks=slow),
-    ],
-)
+SIZES = [
+    ((2, 2048, 4096, 1024), "cuda", torch.bfloat16),  # the default of a 7B model
+    pytest.param((1, 8192, 4096, 0), "cuda", torch.bfloat16, marks=slow),
+    pytest.param((1, 8192, 8192, 0), "cuda", torch.float32, marks=slow),
+    pytest.param((16, 2048, 1024, 1024), "cuda", torch.float16, marks=slow),
+    pytest.param((1, 131072, 4096, 1024), "cuda", torch.bfloat16, marks=slow),
+    pytest.param((1, 131072, 4096, 0), "cuda", torch.bfloat16, marks=slow),
+    pytest.param((1, 131072, 512, 1024), "cpu", torch.float32, marks=slow),
+    pytest.param((1, 32768, 512, 0), "cpu", torch.bfloat16, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("size", "device", "dtype"), SIZES)
 def test_at_most_256_mib(size: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
     batch, length, width, chunk = size
     counted = predicted_bytes(batch, length, width, chunk_size=chunk, dtype=dtype, device=device)
@@ -67,16 +67,15 @@ def test_a_log_step_takes_little_memory_next_to_the_states(
     assert torch.allclose(found, measured(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("size", "per_token"),
-    [
-        ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
-        ((2, 2048, 4096, 1024), 1024 * 2),
-        ((1, 8192, 4096, 0), 8192 * 2),
-        pytest.param((1, 131072, 512, 0), 8192 * 2, marks=slow),  # 8192 rows at a time
-    ],
-    ids=str,
-)
+TRITON_SIZES = [
+    ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
+    ((2, 2048, 4096, 1024), 1024 * 2),
+    ((1, 8192, 4096, 0), 8192 * 2),
+    pytest.param((1, 131072, 512, 0), 8192 * 2, marks=slow),  # 8192 rows at a time
+]
+
+
+@pytest.mark.parametrize(("size", "per_token"), TRITON_SIZES, ids=str)
 def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: int) -> None:
     triton = pytest.importorskip("simreg_megatron.kernels.triton", reason="Triton is not installed")
     batch, length, width, chunk = size

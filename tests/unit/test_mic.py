@@ -40,16 +40,16 @@ def check(found: Tensor, printed: str) -> None:
 both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 
 
+MI1_AND_MI2 = [
+    ("sequence", 2, ("0.0911610", "0.0498571", "0.00955318"), "0.954961"),
+    ("sequence", 4, ("0.122818", "0.0743761", "0.0188135"), "0.912836"),
+    ("batch", 2, ("0.145934", "0.0860563", "0.0183345"), "0.733292"),
+    ("batch", 4, ("0.130022", "0.0758878", "0.0184175"), "0.680400"),
+]
+
+
 @both_types
-@pytest.mark.parametrize(
-    ("norm_scope", "prefix", "correlations", "variance"),
-    [
-        ("sequence", 2, ("0.0911610", "0.0498571", "0.00955318"), "0.954961"),
-        ("sequence", 4, ("0.122818", "0.0743761", "0.0188135"), "0.912836"),
-        ("batch", 2, ("0.145934", "0.0860563", "0.0183345"), "0.733292"),
-        ("batch", 4, ("0.130022", "0.0758878", "0.0184175"), "0.680400"),
-    ],
-)
+@pytest.mark.parametrize(("norm_scope", "prefix", "correlations", "variance"), MI1_AND_MI2)
 def test_mi1_and_mi2(
     norm_scope: str, prefix: int, correlations: tuple[str, ...], variance: str, dtype: torch.dtype
 ) -> None:
@@ -61,19 +61,19 @@ def test_mi1_and_mi2(
     assert abs(part(rows, variance=1, **given) - float(variance)) > 1e-3, "the mask counts"
 
 
+MI3 = [
+    ("sequence", 2, 2, "0.420647", "-0.365470"),
+    ("sequence", 4, 2, "0.685764", "-0.687798"),
+    ("sequence", 6, 2, "0.811329", "-1.346741"),
+    ("token", 2, 2, "0.202265", "-0.825796"),
+    ("token", 4, 2, "0.214410", "-1.670437"),
+    ("token", 6, 2, "0.274093", "-2.074020"),
+    ("token", 6, 1, "0.274093", "-1.191266"),
+]
+
+
 @both_types
-@pytest.mark.parametrize(
-    ("pool", "prefix", "t", "balance", "uniformity"),
-    [
-        ("sequence", 2, 2, "0.420647", "-0.365470"),
-        ("sequence", 4, 2, "0.685764", "-0.687798"),
-        ("sequence", 6, 2, "0.811329", "-1.346741"),
-        ("token", 2, 2, "0.202265", "-0.825796"),
-        ("token", 4, 2, "0.214410", "-1.670437"),
-        ("token", 6, 2, "0.274093", "-2.074020"),
-        ("token", 6, 1, "0.274093", "-1.191266"),
-    ],
-)
+@pytest.mark.parametrize(("pool", "prefix", "t", "balance", "uniformity"), MI3)
 @pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
 def test_mi3(
     pool: str, prefix: int, t: float, balance: str, uniformity: str, dtype: torch.dtype, slab: int,

@@ -160,15 +160,15 @@ def test_the_plain_form_sums_in_float32(dtype: torch.dtype, autocast: bool) -> N
         assert found.dtype == torch.float32 and found.item() == pytest.approx(terms.double().mean().item(), rel=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"weight": torch.ones(WIDTH)}, r"weight must be floating point \[v, d\], got torch.float32 \[8\]"),
-        ({"weight": torch.ones(3, WIDTH, device="meta")}, "weight is on meta but embeddings on cpu"),
-        ({"bias": torch.ones(4)}, r"bias must be \[3\] and torch.float32, got \[4\]"),
-        ({"labels": torch.tensor([0, 3])}, "a label is beyond the 3 rows of the weight"),
-    ],
-)
+MISFITS = [
+    ({"weight": torch.ones(WIDTH)}, r"weight must be floating point \[v, d\], got torch.float32 \[8\]"),
+    ({"weight": torch.ones(3, WIDTH, device="meta")}, "weight is on meta but embeddings on cpu"),
+    ({"bias": torch.ones(4)}, r"bias must be \[3\] and torch.float32, got \[4\]"),
+    ({"labels": torch.tensor([0, 3])}, "a label is beyond the 3 rows of the weight"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), MISFITS)
 def test_inputs_that_do_not_fit_the_layer_are_refused(change: dict[str, Tensor], sentence: str) -> None:
     given = {"labels": torch.tensor([0, 2]), "weight": torch.ones(3, WIDTH)} | change
     with pytest.raises(ValueError, match=sentence):

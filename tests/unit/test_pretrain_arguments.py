@@ -27,17 +27,17 @@ def arguments(**given: object) -> SimpleNamespace:
     return SimpleNamespace(**{"sft": False, **usual, **given})
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"reset_attention_mask": True, PIPELINE: 3}, "first and the last pipeline stage only"),
-        ({"reset_attention_mask": True, PIPELINE: 2, VIRTUAL: 2}, "use --dataloader-inter-document-masking with"),
-        ({"reset_attention_mask": True, "transformer_impl": "transformer_engine"}, "has no effect with"),
-        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
-        ({"dataloader_inter_document_masking": True, PIPELINE: 2}, "set --micro-batch-size 1"),
-        ({"sft": True, PIPELINE: 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
-    ],
-)
+LOST_MASKS = [
+    ({"reset_attention_mask": True, PIPELINE: 3}, "first and the last pipeline stage only"),
+    ({"reset_attention_mask": True, PIPELINE: 2, VIRTUAL: 2}, "use --dataloader-inter-document-masking with"),
+    ({"reset_attention_mask": True, "transformer_impl": "transformer_engine"}, "has no effect with"),
+    ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
+    ({"dataloader_inter_document_masking": True, PIPELINE: 2}, "set --micro-batch-size 1"),
+    ({"sft": True, PIPELINE: 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), LOST_MASKS)
 def test_document_masks_that_megatron_would_lose_are_refused(given: dict[str, object], sentence: str) -> None:
     from simreg_megatron.pretrain import check_document_masks
 

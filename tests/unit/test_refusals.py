@@ -38,17 +38,17 @@ def test_a_step_in_many_that_never_comes_is_refused() -> None:
     refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=9), schedule)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
-        *(
-            ({name: True, "sequence_parallel": True}, "not with --sequence-parallel or sample=replicas")
-            for name in ("hybrid_context_parallel", "dynamic_context_parallel")
-        ),
-        ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
-    ],
-)
+PACKINGS = [
+    ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
+    *(
+        ({name: True, "sequence_parallel": True}, "not with --sequence-parallel or sample=replicas")
+        for name in ("hybrid_context_parallel", "dynamic_context_parallel")
+    ),
+    ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), PACKINGS)
 def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) -> None:
     config = SimRegConfig(lambda_=1)
     with pytest.raises(NotImplementedError, match=sentence) as caught:
@@ -103,14 +103,14 @@ def test_rows_of_a_part_of_the_output_layer_are_refused() -> None:
     refusals.refuse_models(SimRegConfig(lambda_=1), [part], (SimpleNamespace,))
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"micro_batch_size": 1}, "the micro-batch size is 1: give --micro-batch-size 2 or more"),
-        ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
-        ({"micro_batch_size": 2, "sequence_packing_scheduler": "dp_balanced"}, "packed rows hold several"),
-    ],
-)
+NOT_COMPARED = [
+    ({"micro_batch_size": 1}, "the micro-batch size is 1: give --micro-batch-size 2 or more"),
+    ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
+    ({"micro_batch_size": 2, "sequence_packing_scheduler": "dp_balanced"}, "packed rows hold several"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), NOT_COMPARED)
 def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="simcse"))
@@ -189,20 +189,20 @@ def test_a_document_mask_without_document_ends_is_refused(
     assert plugin_loop.end_of_document() == 7
 
 
+NOT_REPEATED = [
+    (SimRegConfig(lambda_=1, every=4), NotImplementedError, "--simreg-every 4 leaves SimReg out of most steps"),
+    (SimRegConfig(objective="sigreg", lambda_=1), NotImplementedError, "sigreg draws again in each step"),
+    (SimRegConfig(objective="simreg:1,placebo:1"), NotImplementedError, "placebo draws again in each step"),
+    (SimRegConfig(objective="none"), ValueError, "only measures here"),
+    (SimRegConfig(lambda_=1, log_interval=10), ValueError, "--simreg-log-interval has no effect"),
+]
+
+
 @pytest.mark.parametrize(
     "graphs",
     [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
 )
-@pytest.mark.parametrize(
-    ("config", "kind", "why"),
-    [
-        (SimRegConfig(lambda_=1, every=4), NotImplementedError, "--simreg-every 4 leaves SimReg out of most steps"),
-        (SimRegConfig(objective="sigreg", lambda_=1), NotImplementedError, "sigreg draws again in each step"),
-        (SimRegConfig(objective="simreg:1,placebo:1"), NotImplementedError, "placebo draws again in each step"),
-        (SimRegConfig(objective="none"), ValueError, "only measures here"),
-        (SimRegConfig(lambda_=1, log_interval=10), ValueError, "--simreg-log-interval has no effect"),
-    ],
-)
+@pytest.mark.parametrize(("config", "kind", "why"), NOT_REPEATED)
 def test_what_full_iteration_graphs_cannot_repeat_is_refused(
     graphs: dict, config: SimRegConfig, kind: type[Exception], why: str
 ) -> None:

@@ -59,14 +59,14 @@ def test_every_plan_can_be_read(name: str) -> None:
         assert read_plan(plan.tuned_in).is_search
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"claims": [{"says": "?", "arm": "c", "than": "a"}]}, "names the arm c"),
-        ({"colour": "red"}, "colour"),
-        ({"arms": {"a": {"flag": {}}}, "claims": []}, "flag"),
-    ],
-)
+NO_PLANS = [
+    ({"claims": [{"says": "?", "arm": "c", "than": "a"}]}, "names the arm c"),
+    ({"colour": "red"}, "colour"),
+    ({"arms": {"a": {"flag": {}}}, "claims": []}, "flag"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), NO_PLANS)
 def test_files_that_are_no_plan_are_refused(change: dict, word: str, tmp_path: Path) -> None:
     import yaml
 
@@ -99,16 +99,16 @@ def _without(table: Table, **changes: str) -> Table:
     return replace(table, rows=[{**first, **changes}, *rest])
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda table: replace(table, rows=table.rows[1:]), "is missing"),
-        (lambda table: replace(table, rows=[*table.rows, table.rows[0]]), "stands in it twice"),
-        (lambda table: _without(table, device="an H100"), "2 values of device"),
-        (lambda table: _without(table, validation_loss="1.0"), "not the end of its curve"),
-        (lambda table: replace(table, plan=replace(table.plan, seeds=2)), "fewer than 3 seeds"),
-    ],
-)
+FORBIDS = [
+    (lambda table: replace(table, rows=table.rows[1:]), "is missing"),
+    (lambda table: replace(table, rows=[*table.rows, table.rows[0]]), "stands in it twice"),
+    (lambda table: _without(table, device="an H100"), "2 values of device"),
+    (lambda table: _without(table, validation_loss="1.0"), "not the end of its curve"),
+    (lambda table: replace(table, plan=replace(table.plan, seeds=2)), "fewer than 3 seeds"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), FORBIDS)
 def test_what_forbids_a_conclusion(change, word: str) -> None:  # type: ignore[no-untyped-def]
     found = list(problems("edge", {**TABLES, "edge": change(TABLES["edge"])}))
     assert any(word in problem for problem in found), found

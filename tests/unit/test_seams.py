@@ -44,15 +44,15 @@ def seam(owner: str | None, name: str = "_postprocess", module: str = "pretended
     return compat.Seam(module, owner, name, "states meet labels", frozenset({"hidden_states", "labels"}))
 
 
-@pytest.mark.parametrize(
-    ("broken", "what"),
-    [
-        (seam("OldModel"), "it has no pretended_megatron.OldModel._postprocess"),
-        (seam("NoModel"), "it has no pretended_megatron.NoModel._postprocess"),
-        (seam("OddModel"), "does not take labels"),
-        (seam(None, module="no_such_megatron"), "cannot import no_such_megatron"),
-    ],
-)
+MISSING = [
+    (seam("OldModel"), "it has no pretended_megatron.OldModel._postprocess"),
+    (seam("NoModel"), "it has no pretended_megatron.NoModel._postprocess"),
+    (seam("OddModel"), "does not take labels"),
+    (seam(None, module="no_such_megatron"), "cannot import no_such_megatron"),
+]
+
+
+@pytest.mark.parametrize(("broken", "what"), MISSING)
 def test_a_missing_seam_names_the_release_and_the_way_out(module: ModuleType, broken: compat.Seam, what: str) -> None:
     with pytest.raises(compat.MegatronSeamError, match=what) as caught:
         broken.holder()

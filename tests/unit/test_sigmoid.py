@@ -23,15 +23,14 @@ from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import fixture_f1, random_tokens, without_pairs
 from tests.unit.test_simreg_facts import assert_prints
 
+SL7 = [
+    (10, 0.0, "424.120949", "35.343412", "3.213037", "2.423376"),
+    (10, 0.5, "145.389619", "12.115802", "1.101437", "2.061117"),
+    (20, 0.3, "404.948965", "33.745747", "3.067795", "3.692499"),
+]
 
-@pytest.mark.parametrize(
-    ("t", "bias", "total", "anchor", "pair", "balanced"),
-    [
-        (10, 0.0, "424.120949", "35.343412", "3.213037", "2.423376"),
-        (10, 0.5, "145.389619", "12.115802", "1.101437", "2.061117"),
-        (20, 0.3, "404.948965", "33.745747", "3.067795", "3.692499"),
-    ],
-)
+
+@pytest.mark.parametrize(("t", "bias", "total", "anchor", "pair", "balanced"), SL7)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sl7(t: float, bias: float, total: str, anchor: str, pair: str, balanced: str, dtype: torch.dtype) -> None:
     tokens = fixture_f1(dtype)
@@ -155,14 +154,14 @@ def test_what_is_trained() -> None:
     assert logged == {"sigmoid t": 7.0, "sigmoid bias": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("adapter=yes", "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"),
-        ("pairs=hidden-head,self_positive=always", "self_positive has no effect"),
-        ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
-    ],
-)
+WRONG_SETTINGS = [
+    ("adapter=yes", "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"),
+    ("pairs=hidden-head,self_positive=always", "self_positive has no effect"),
+    ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), WRONG_SETTINGS)
 def test_settings_are_checked(options: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options)

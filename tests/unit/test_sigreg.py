@@ -23,15 +23,15 @@ def fixture_directions(dtype: torch.dtype = torch.float64) -> Tensor:
     return (columns / columns.norm(dim=0)).mT.to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({}, "0.160042"),
-        ({"normalize": "unit"}, "0.336803"),
-        ({"estimator": "epps-pulley"}, "4.740157"),
-        ({"estimator": "epps-pulley", "normalize": "unit"}, "4.539726"),
-    ],
-)
+SG5 = [
+    ({}, "0.160042"),
+    ({"normalize": "unit"}, "0.336803"),
+    ({"estimator": "epps-pulley"}, "4.740157"),
+    ({"estimator": "epps-pulley", "normalize": "unit"}, "4.539726"),
+]
+
+
+@pytest.mark.parametrize(("options", "printed"), SG5)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.filterwarnings("ignore:normalize=unit")
 def test_sg5(options: dict, printed: str, dtype: torch.dtype) -> None:

@@ -178,27 +178,27 @@ SCALAR = torch.zeros(1)
 GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=torch.long)}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperature": 0.0}, "temperature"),
-        ({"chunk_size": 1}, "chunk_size"),
-        ({"similarity": "euclid"}, "cosine, dot, qnorm, dnorm"),
-        ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect"),
-        ({"impl": "cuda"}, "auto, reference, tiled, triton"),
-        ({"impl": "tiled", "similarity": "dot"}, "use impl 'reference'"),
-        ({"embeddings": torch.ones(1, 2, 4, 3)}, r"\[n, d\]"),
-        ({"labels": torch.zeros(2, 4)}, "labels must be integers"),
-        ({"labels": torch.zeros(2, 4, dtype=torch.uint16)}, "labels must be integers.*got torch.uint16; torch.int64"),
-        ({"labels": [[0] * 4] * 2}, "labels must be a tensor, got list"),
-        ({"temperature": True}, "temperature"),
-        ({"exponents": (SCALAR, SCALAR)}, "'learnable' and the two scalars of exponents belong together"),
-        ({"similarity": "learnable"}, "belong together: give both or none"),
-        ({"similarity": "learnable", "exponents": (torch.zeros(3), SCALAR)}, "two tensors of one number each"),
-        ({"labels": torch.zeros(2, 4, dtype=torch.long, device="meta")}, "labels are on meta"),
-        ({"valid": torch.ones(2, 4)}, "bool mask"),
-    ],
-)
+BAD_ARGUMENTS = [
+    ({"temperature": 0.0}, "temperature"),
+    ({"chunk_size": 1}, "chunk_size"),
+    ({"similarity": "euclid"}, "cosine, dot, qnorm, dnorm"),
+    ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect"),
+    ({"impl": "cuda"}, "auto, reference, tiled, triton"),
+    ({"impl": "tiled", "similarity": "dot"}, "use impl 'reference'"),
+    ({"embeddings": torch.ones(1, 2, 4, 3)}, r"\[n, d\]"),
+    ({"labels": torch.zeros(2, 4)}, "labels must be integers"),
+    ({"labels": torch.zeros(2, 4, dtype=torch.uint16)}, "labels must be integers.*got torch.uint16; torch.int64"),
+    ({"labels": [[0] * 4] * 2}, "labels must be a tensor, got list"),
+    ({"temperature": True}, "temperature"),
+    ({"exponents": (SCALAR, SCALAR)}, "'learnable' and the two scalars of exponents belong together"),
+    ({"similarity": "learnable"}, "belong together: give both or none"),
+    ({"similarity": "learnable", "exponents": (torch.zeros(3), SCALAR)}, "two tensors of one number each"),
+    ({"labels": torch.zeros(2, 4, dtype=torch.long, device="meta")}, "labels are on meta"),
+    ({"valid": torch.ones(2, 4)}, "bool mask"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ARGUMENTS)
 @REFERENCE_ALONE
 def test_a_bad_argument_gets_one_sentence(change: dict, message: str) -> None:
     arguments = GOOD | change

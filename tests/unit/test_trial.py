@@ -86,18 +86,15 @@ def test_a_right_form_is_taken(plant: Plant) -> None:
     assert [simreg.chosen_impl("auto", rows=torch.empty(1, 4, width)) for width in (16, 6)] == ["triton", "tiled"]
 
 
-@pytest.mark.parametrize(
-    ("planted", "why"),
-    [
-        (WrongTerms, r"is wrong \(terms off by 1\.0e-03"),
-        (WrongGradient, r"is wrong \(terms off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
-        (
-            WrongForSomeAnchors,
-            r"is wrong on chunks that ranks share \(terms off by .*e-\d\d, gradient by \d\.\de-0[123]",
-        ),
-        (Broken, r"fails \(RuntimeError: no such instruction\)"),
-    ],
-)
+WRONG_FORMS = [
+    (WrongTerms, r"is wrong \(terms off by 1\.0e-03"),
+    (WrongGradient, r"is wrong \(terms off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
+    (WrongForSomeAnchors, r"is wrong on chunks that ranks share \(terms off by .*e-\d\d, gradient by \d\.\de-0[123]"),
+    (Broken, r"fails \(RuntimeError: no such instruction\)"),
+]
+
+
+@pytest.mark.parametrize(("planted", "why"), WRONG_FORMS)
 def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -> None:
     plant(planted())
     found = trial.choose(SHAPE, CPU)

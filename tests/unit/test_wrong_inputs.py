@@ -105,27 +105,27 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
     assert status == 2 and line.startswith(f"error: {sentence}"), (status, line)
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
-         "ranks, and 128 cannot be divided among replicas: start 24 ("),
-        ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
-         "divided among replicas: start 2 (--nproc-per-node), or give smaller sizes"),
-        ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
-         "micro-batches of 3 cannot share: give --micro-batch-size 2"),
-        ("llama --save-interval 2", "--save-interval needs --output DIR"),
-        (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
-         "needs --save-interval N"),
-        (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
-        ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
-        ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
-        ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
-         "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
-        ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
-         "checkpoints, out/run/checkpoints"),
-    ],
-)  # fmt: skip
+SIZES_AND_WORDS = [
+    ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
+     "ranks, and 128 cannot be divided among replicas: start 24 ("),
+    ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
+     "divided among replicas: start 2 (--nproc-per-node), or give smaller sizes"),
+    ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
+     "micro-batches of 3 cannot share: give --micro-batch-size 2"),
+    ("llama --save-interval 2", "--save-interval needs --output DIR"),
+    (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
+     "needs --save-interval N"),
+    (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
+    ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
+    ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
+    ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
+     "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
+    ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
+     "checkpoints, out/run/checkpoints"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "sentence"), SIZES_AND_WORDS)
 def test_sizes_saving_and_words_in_the_place_of_others(command: str, sentence: str, ask: Ask) -> None:
     refused(ask, command, sentence)
 
@@ -169,18 +169,18 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     assert "there is no PREFIX.bin" in said[-1], "the word of the pages is a name like any other"
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("", "off"),
-        ("--simreg-objective none", "measured, not trained on"),
-        (
-            "--simreg-objective simreg:auto,sigreg:0.05",
-            "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05, chunks of 64 tokens",
-        ),
-        ("--recipe paper-full", "simreg, lambda 4.33013 (auto), whole sequences"),
-    ],
-)
+LAMBDAS = [
+    ("", "off"),
+    ("--simreg-objective none", "measured, not trained on"),
+    (
+        "--simreg-objective simreg:auto,sigreg:0.05",
+        "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05, chunks of 64 tokens",
+    ),
+    ("--recipe paper-full", "simreg, lambda 4.33013 (auto), whole sequences"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), LAMBDAS)
 def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(launcher, "_say", said.append)
