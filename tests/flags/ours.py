@@ -17,6 +17,10 @@ Words = tuple[str, ...]
 
 _NOT_NUMBERS = ("", "x", "nan", "inf", "-inf", "1e400", "0x10", "1,5", "\u0663", "1_0")
 _NOT_WHOLE = (*_NOT_NUMBERS, "-1", "1.5", "1e3", "9" * 30, "9" * 5000)
+_NOT_SCHEDULES = (
+    "",
+    *["linear", "linear:", "linear:1", "constant:1", "linear:nan", "cosine:inf", "cosine:-1", "linear:1e308", ":"],
+)
 _NOT_WORDS = ("", " ", "exact ", "Cosine", "none,none", "%s", "\u2028", "a=b")
 
 VALUES: dict[str, tuple[Words, Words]] = {
@@ -39,21 +43,7 @@ VALUES: dict[str, tuple[Words, Words]] = {
     "--simreg-document-mask": (("",), ()),
     "--simreg-start-iter": (("1", "2", "0"), (*_NOT_WHOLE, "99")),
     "--simreg-warmup-iters": (("1", "2", "100", "0"), _NOT_WHOLE),
-    "--simreg-lambda-schedule": (
-        ("linear:0.1", "cosine:0", "cosine:2", "constant"),
-        (
-            "",
-            "linear",
-            "linear:",
-            "linear:1",
-            "constant:1",
-            "linear:nan",
-            "cosine:inf",
-            "cosine:-1",
-            "linear:1e308",
-            ":",
-        ),
-    ),
+    "--simreg-lambda-schedule": (("linear:0.1", "cosine:0", "cosine:2", "constant"), _NOT_SCHEDULES),
     "--simreg-off-after": (("0.5", "0.6"), (*_NOT_NUMBERS, "0.01", "0.99", "0", "1", "-1", "2", "1e-320")),
     "--simreg-every": (("2", "1", "3"), (*_NOT_WHOLE, "0")),
     "--simreg-impl": (("tiled", "reference", "auto", "triton"), _NOT_WORDS),

@@ -222,17 +222,3 @@ def gradient_of_mtp_not_finite_in_third_step() -> None:
         return result
 
     ChainedOptimizer.prepare_grads = broken
-
-
-def not_finite_from_second_step() -> None:
-    """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
-    from simreg_megatron.plugin import term
-
-    compute, calls = term.simreg_over_ranks, []
-
-    def broken(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(None)
-        terms = compute(*args, **kwargs)
-        return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
-
-    term.simreg_over_ranks = broken

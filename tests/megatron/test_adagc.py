@@ -179,32 +179,9 @@ def test_a_warm_up_is_megatrons_own_clipping(bench: Bench, tmp_path: Path) -> No
 
 
 RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+
+
 # As the launch scripts save: Megatron wants the buckets that it saved, of which this model has several.
-BUCKETS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
-BETWEEN = {  # the layout that saves, and the one that goes on
-    "to tp2-sp": (("", 1), (f"{TP2} --sequence-parallel", 2)),
-    "to dp2": (("", 1), ("", 2)),
-    "to pp2": (("", 1), ("--pipeline-model-parallel-size 2", 2)),
-    "tp2 to pp2": ((TP2, 2), ("--pipeline-model-parallel-size 2", 2)),
-    "optimizer resharded": ((RESHARDABLE, 2), (RESHARDABLE, 1)),
-    "optimizer resharded, bucket by bucket": ((BUCKETS, 2), (BUCKETS, 1)),
-    "older format": (("--ckpt-format torch", 1), ("--ckpt-format torch", 1)),
-}
-
-
-@pytest.mark.parametrize("change", quick(BETWEEN, lambda change: change == "tp2 to pp2"))
-def test_the_averages_survive_another_layout(change: str, bench: Bench, tmp_path: Path) -> None:
-    (before, ranks_before), (after, ranks_after) = BETWEEN[change]
-    flags = (*bench.data_flags, *CONSTANT, *SIMREG, *ADAGC, "--train-iters", str(STEPS))
-    whole = train(tmp_path / "whole", (*flags, *before.split()), processes=ranks_before)
-    save = ("--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3")
-    train(tmp_path / "stopped", (*flags, *save, *before.split()), processes=ranks_before)
-    load, patch = ("--load", str(tmp_path / "saved")), "adagc"
-    gone_on = train(tmp_path / "on", (*flags, *after.split(), *load), processes=ranks_after, patch=patch)
-    assert apart([state["gammas"] for state in whole.states[3:]], [state["gammas"] for state in gone_on.states]) < 1e-4
-    assert [state["steps"] for state in gone_on.states] == [4, 5, 6]
-
-
 def test_nothing_is_clipped_where_nothing_is_trained(bench: Bench, tmp_path: Path) -> None:
     flags = (*start(bench, "dense", 1), *ADAGC, "--skip-train", "--eval-iters", "1")
     done = runs.attempt(tmp_path, flags)

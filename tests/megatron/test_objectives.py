@@ -42,15 +42,6 @@ def test_scalars_of_the_sigmoid_are_trained_in_every_layout(
         assert fits(gap, Cell.bound), (layout, gap)
 
 
-def test_each_of_several_objectives_has_its_log_line(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    objectives = ("--simreg-objective", "simreg:auto,sigmoid:0.001", "--simreg-chunk-size", "24")
-    done = runs.attempt(tmp_path, (*data_flags, *STEPS, *objectives))
-    assert done.status == 0
-    lines = ("> SimReg: lambda 2.5 (auto),", "objective sigmoid: lambda 0.001")
-    for said in ("simreg loss:", "sigmoid loss:", "sigmoid t:", *lines):
-        assert said in done.output, said
-
-
 @pytest.mark.parametrize(
     ("model", "layout", "ignores"),
     [

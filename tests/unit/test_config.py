@@ -43,6 +43,9 @@ WITH_A_LAMBDA = [
     ({"objective": "placebo", "objective_options": "labels=none,seed=3"}, "seed has no effect with labels=none"),
     ({"objective": "placebo", "objective_options": "labels=none", "self_positive": "never"}, "never has no effect"),
     ({"objective": "mic", "objective_options": "balance=0,uniformity=0,pool=token"}, "pool has no effect while"),
+    ({"objective": "sigmoid", "objective_options": "adapter=yes"}, "modality, so it needs pairs=hidden-head"),
+    ({"objective": "sigmoid", "objective_options": "pairs=hidden-head,self_positive=always"}, "positive has no effect"),
+    ({"objective": "sigmoid", "objective_options": "pair_reduction=max"}, "must be one of anchor, pair, balanced"),
     ({"objective": "sigreg", "objective_options": "seed=1,seed=2"}, "seed is given 2 times: leave one of them"),
 ]
 

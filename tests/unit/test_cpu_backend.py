@@ -19,11 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return jobs.run(
-        [sys.executable, *(("-c", code) if code else ()), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "SIMREG_CPU": "", **env},
-    )
+    return jobs.run([sys.executable, "-c", code, *arguments], cwd=ROOT, env={**os.environ, "SIMREG_CPU": "", **env})
 
 
 ASKED = [
@@ -145,8 +141,7 @@ import torch
 import torch.distributed as dist
 from simreg_megatron.cpu import gloo_threads
 
-if sys.argv[2] == "settle":
-    atexit.register(gloo_threads.settle)
+atexit.register(gloo_threads.settle)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 held = dist.new_group([0])  # as Megatron's globals hold its groups to the end
 sys.setswitchinterval(1000)
@@ -165,13 +160,6 @@ print("all work done", flush=True)
 """
 
 
-def _run(tmp_path: Path, mode: str) -> subprocess.CompletedProcess[str]:
-    tmp_path.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "store"), mode]
-    return jobs.run(command, cwd=ROOT)
-
-
 def test_a_run_that_did_its_work_ends_well(tmp_path: Path) -> None:
-    done = _run(tmp_path, "settle")
-    assert done.returncode == 0, done.stderr
-    assert "all work done" in done.stdout
+    done = jobs.run([sys.executable, "-c", _SCRIPT, str(tmp_path / "store")], cwd=ROOT)
+    assert done.returncode == 0 and "all work done" in done.stdout, done.stderr

@@ -78,17 +78,8 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_the_real_demo(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "launch/demo.py",
-        "--steps",
-        "8",
-        "--output",
-        str(tmp_path / "demo"),
-        "--simreg-lambda",
-        "2",
-    ]
-    done = jobs_of_tests.run(command, cwd=ROOT, timeout=3000)
+    words = ["--steps", "8", "--output", str(tmp_path / "demo"), "--simreg-lambda", "2"]
+    done = jobs_of_tests.run([sys.executable, "launch/demo.py", *words], cwd=ROOT, timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert result["runs"]["simreg"]["validation_loss"] > 0
@@ -103,13 +94,10 @@ def test_the_real_demo(tmp_path: Path) -> None:
 @pytest.mark.megatron
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "launch/demo.py", "--steps", "400", "--output", str(tmp_path / "demo")]
-    with jobs_of_tests.started(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with jobs_of_tests.started(command, cwd=ROOT, **piped) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if "step" in line and "lm loss" in line:
-                break
+        next(line for line in process.stdout if "step" in line and "lm loss" in line)
         process.send_signal(signal.SIGINT)
         said = process.stdout.read()
         assert process.wait(60) == 130 and "Stopped" in said

@@ -81,12 +81,8 @@ def test_damaged_and_exchanged_files_are_refused(place: Path, tmp_path: Path) ->
     write_pair(Path(prefix), TEXTS[:200], place / "first.model")
     with pytest.raises(LaunchError, match=r"train\.bin has \d+ bytes and .*manifest\.json says \d+"):
         data.check_data([("--data-path", prefix)])
-    for foreign in (
-        "[" * 20_000,
-        "[]",
-        '{"files": []}',
-        '{"files": {"train.bin": {"bytes": 1}}, "vocab_size": "many"}',
-    ):
+    half_right = '{"files": {"train.bin": {"bytes": 1}}, "vocab_size": "many"}'
+    for foreign in ("[" * 20_000, "[]", '{"files": []}', half_right):
         (tmp_path / "set" / "manifest.json").write_text(foreign)
         assert "no manifest.json" in data.check_data([("--data-path", prefix)])[0]
     assert data.tokens_there([("--data-path", prefix)]) == len(read_tokens(prefix))

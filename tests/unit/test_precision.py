@@ -86,6 +86,7 @@ def rows_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 
 LOSSES = {
     "reference": lambda rows, labels: simreg_loss(rows, labels, impl="reference"),
+    "tiled": lambda rows, labels: simreg_loss(rows.bfloat16(), labels, impl="tiled"),
     "dot": lambda rows, labels: simreg_loss(rows, labels, similarity="dot"),
     "sigmoid": sigmoid_loss,
     "simcse": lambda rows, labels: simcse_loss(rows, labels),

@@ -29,23 +29,11 @@ PLAN = {
 }
 
 
-# Plans ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_plan_becomes_runs_of_the_launcher() -> None:
     entries = entries_of(plan_of(PLAN), "text", lambda arm, size: {})
-    assert [(entry.arm, entry.seed) for entry in entries] == [
-        ("a", 1),
-        ("b", 1),
-        ("a", 2),
-        ("b", 2),
-        ("a", 3),
-        ("b", 3),
-    ]
+    assert [(entry.arm, entry.seed) for entry in entries] == [(arm, seed) for seed in (1, 2, 3) for arm in "ab"]
     flags = dict(entries[1].run.flags)
-    assert (
-        flags["lr"] == "0.002" and flags["min-lr"] == "0.0002" and flags["adagc"] == "" and flags["hidden-size"] == "32"
-    )
+    assert [flags[name] for name in ("lr", "min-lr", "adagc", "hidden-size")] == ["0.002", "0.0002", "", "32"]
     assert int(flags["train-iters"]) == round(20 * 53536 / 2048) == 523 and flags["lr-warmup-iters"] == "26"
     assert "--adagc --eval-interval 524" in entries[1].run.words
 
@@ -73,9 +61,6 @@ def test_files_that_are_no_plan_are_refused(change: dict, word: str, tmp_path: P
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN | change))
     with pytest.raises(ResearchError, match=word):
         read_plan(str(tmp_path / "plan.yaml"))
-
-
-# The results that are kept --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -118,12 +103,8 @@ def test_the_lock_the_recipe_and_the_evidence_are_of_one_corpus() -> None:
     lock = read_lock(LOCK)
     assert list(lock) == list(PACKAGES) and all(package.file.endswith("_all.deb") for package in lock.values())
     recorded = json.loads((RESULTS / "large_corpus.json").read_text())
-    assert {one["name"]: one["sha256"] for one in recorded["packages"]} == {
-        name: one.sha256 for name, one in lock.items()
-    }
-
-
-# Statistics -----------------------------------------------------------------------------------------------------------
+    sums = {one["name"]: one["sha256"] for one in recorded["packages"]}
+    assert sums == {name: one.sha256 for name, one in lock.items()}
 
 
 def test_welch_is_scipys() -> None:
@@ -134,9 +115,6 @@ def test_welch_is_scipys() -> None:
     assert found.p_value == pytest.approx(stats.ttest_ind(one, two, equal_var=False, alternative="less").pvalue)
     assert found.low < found.difference < found.high and found.difference == pytest.approx(-0.45)
     assert welch([1.0, math.inf], [1.0, 2.0]).p_value == 1.0
-
-
-# The command ----------------------------------------------------------------------------------------------------------
 
 
 def test_holm() -> None:
@@ -154,7 +132,6 @@ def test_the_gain_at_width_64_computed_by_hand() -> None:
     verdict = next(each for each in judge("convergence", TABLES) if each.place == ("64", "20"))
     assert len(verdict.arm) == 5 and len(set(verdict.than)) == 10 and verdict.word == HELD
     assert verdict.test.difference == pytest.approx(sum(verdict.arm) / 5 - sum(verdict.than) / 10)
-    assert (verdict.test.difference, verdict.test.low, verdict.test.high) == pytest.approx(
-        (-0.0994, -0.1204, -0.0784), abs=5e-5
-    )
+    found = verdict.test.difference, verdict.test.low, verdict.test.high
+    assert found == pytest.approx((-0.0994, -0.1204, -0.0784), abs=5e-5)
     assert verdict.saved == "at least 15% of the tokens (12% to 18%)"

@@ -71,17 +71,14 @@ def test_a_log_step_stays_on_the_device_and_adds_what_the_table_says(case: Case)
         assert cost.syncs == 0 and cost.host == []
 
 
-@pytest.mark.parametrize("case", [SMALL, replace(SMALL, chunk=0), Case(Layout(4, 2), 16, 2048, 1024, 1024)], ids=str)
+EVERY_RANK = [SMALL, replace(SMALL, chunk=0), Case(Layout(4, 2), 16, 2048, 1024, 1024)]
+
+
+@pytest.mark.parametrize("case", quick([*EVERY_RANK, *CASES], lambda case: case in EVERY_RANK), ids=str)
 def test_all_ranks_make_matching_collectives(case: Case) -> None:
     sent = sent_by_all(case)
     assert len(sent) == case.layout.tensor * case.layout.context
     assert all(found.calls for found in sent.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_ranks_of_every_layout_do(case: Case) -> None:
-    assert sent_by_all(case)
 
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.sequence_parallel or one.tensor == 1], ids=str)

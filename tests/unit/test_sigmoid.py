@@ -154,19 +154,6 @@ def test_what_is_trained() -> None:
     assert logged == {"sigmoid t": 7.0, "sigmoid bias": 0.25}
 
 
-WRONG_SETTINGS = [
-    ("adapter=yes", "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"),
-    ("pairs=hidden-head,self_positive=always", "self_positive has no effect"),
-    ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
-]
-
-
-@pytest.mark.parametrize(("options", "sentence"), WRONG_SETTINGS)
-def test_settings_are_checked(options: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options)
-
-
 @pytest.mark.parametrize("slab", [8 << 20, 1], ids=["one slab", "anchor by anchor"])
 def test_states_meet_the_rows_of_their_labels(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written out; a locked modality: rows get no gradient, and a token meets its own row as any other pair."""

@@ -317,15 +317,3 @@ def test_what_is_not_usable_may_hold_anything(way: str) -> None:
     assert apart(loss, expected[0]) < 2e-5 and apart(grad, expected[1]) < 3e-5
     assert (grad[~valid] == 0).all() and (grad[1, 20] == 0).all()
     assert grad[valid].ne(0).any()
-
-
-@interpreted
-def test_rows_that_are_exactly_zero_are_left_out() -> None:
-    rows, labels = clustered()
-    rows[:, 7], rows[0, 20] = 0.0, 0.0
-    masks_of_zeros = torch.ones_like(labels, dtype=torch.bool), rows.any(dim=-1)
-    given = (Tokens(*(part.unsqueeze(1) for part in (rows, labels, mask)), None) for mask in masks_of_zeros)
-    found, expected = (form_named("triton").measure(each, (0, 45), 0.01, keep=False) for each in given)
-    assert all(map(torch.equal, found[:2], expected[:2])) and all(map(torch.equal, found.kept[1:3], expected.kept[1:3]))
-    assert (found.kept.names[:, 0, 7] == -1).all()
-    assert (found.terms[:, 0, 7] == 0).all() and (found.slopes[..., 0, 7] == 0).all()
