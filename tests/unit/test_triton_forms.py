@@ -24,13 +24,11 @@ from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.layout import ShardLayout
-from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
 from tests.gpu.tf32 import apart
 from tests.helpers import jobs
 from tests.helpers.old_torch import OLD_TORCH
-from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick, quick_rows
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -194,28 +192,23 @@ def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, keep
     tile = {"BK": 16, "PER_SM": 1, "num_warps": 4, "num_stages": 1}
     kernels.PAIRS["fp32"], kernels.PRODUCT["fp32"] = {"SIDE": 16, **tile}, {"BM": 16, "BN": 16, **tile}
     kernels.LONGEST_KEPT, kernels.PANEL = (256, 256) if keeps else (0, 5)
-    rank = divmod(rank_number, layout.tensor_size)
-    shard = SequenceShard(layout, rank, *shards.groups(rank, layout))
-    given, held = shards.sample(), layout.held(rank)
-    rows, labels, valid = (shards.pick(given[name], held) for name in ("embeddings", "labels", "valid"))
-    local = rows.float().transpose(0, 1).contiguous().requires_grad_()
-    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, labels, valid))
-    (terms * shards.pick(given["weights"], layout.anchors(rank))).sum().backward()
+    shard, held, local, *others = shards.part_of(rank_number, layout, torch.float32)
+    anchors = layout.anchors(shard.rank)
+    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, *others))
+    (terms * shards.pick(shards.sample()["weights"], anchors)).sum().backward()
     expected_terms, expected_grad = shards.whole(config)
     close = {"rtol": 1e-4, "atol": 1e-5, "check_dtype": False}
-    torch.testing.assert_close(terms.detach(), shards.pick(expected_terms, layout.anchors(rank)), **close)
+    torch.testing.assert_close(terms.detach(), shards.pick(expected_terms, anchors), **close)
     torch.testing.assert_close(local.grad.transpose(0, 1), shards.pick(expected_grad, held), **close)
 
 
 @interpreted
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "layout", quick([shards.CP2, shards.SP2, shards.CP2_TP2], only(shards.CP2, shards.CP2_TP2)), ids=str
-)
+@shards.over("cp2", "sp2", "cp2-tp2", quickly=("cp2", "cp2-tp2"))
 @pytest.mark.parametrize("keeps", quick([True, False], only(False)))
 def test_triton_over_ranks(tmp_path: Path, layout: ShardLayout, keeps: bool) -> None:
     config = replace(shards.BASE, chunk_size=12, impl="triton")
-    run_processes(check_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config, keeps)
+    shards.run_layout(check_rank, tmp_path, layout, config, keeps)
 
 
 @triton.jit
