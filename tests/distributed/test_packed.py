@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A packed row that Megatron cuts over real context ranks equals the row in one process."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

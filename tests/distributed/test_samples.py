@@ -2,8 +2,6 @@
 """Objectives that send sums, and labels that ranks permute alike: ranks that share sequences equal one process, in
 values and gradients."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

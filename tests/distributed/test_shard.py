@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimReg over ranks that share a sequence equals SimReg on the whole sequence, in float64: terms and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.faults`: a campaign of faults; those that have a row already are not run again."""
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many faults, each judged against the undisturbed run of its layout: a row for each, in a CSV that can go on."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """File systems of their own for a run's output or its checkpoints: small ones that fill up, and read-only ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -4,8 +4,6 @@
 Signals from inside hit a rank at an event; "clock" hits it from outside, at any moment of a start, imports included.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judge whether a run that was struck lost no more than it may: from its logs, and its last checkpoint bit by bit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run from its first start to its end, struck on the way, and started again by its own command each time."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -6,8 +6,6 @@ through our `launch/agent.py`, and the same launch script; only its processes ar
 everything, instead of a new Python. Processes, signals, exit statuses and files are real in both.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

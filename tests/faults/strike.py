@@ -7,8 +7,6 @@ output, the n-th read of a checkpoint. A mark in the fault's folder shows that i
 twice.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.abc

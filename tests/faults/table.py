@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page's table of a campaign: for each kind of fault the runs of each layout, what they lost, and what was said."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regression tests for what the campaigns found, each of which fails without its fix."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many combinations: each batch draws from its own number, and a table of what they came to keeps growing."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import re

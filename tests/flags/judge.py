@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts on one combination: it trains, one sentence of ours refuses it, or Megatron fails without us, too."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

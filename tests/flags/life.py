@@ -5,8 +5,6 @@ Everything is Megatron's own: its parser, its checks, its model, its loop. Chang
 a few short documents in the place of 100,000 long ones, which would take most of the time; and steps leave notes.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

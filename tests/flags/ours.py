@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our flags: values that make sense, and values that do not."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

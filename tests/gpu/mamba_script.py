@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process on one GPU: Megatron's own hybrid stack of Mamba, attention and MLP layers, with and without SimReg."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.megatron.hybrid_script import check

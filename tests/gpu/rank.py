@@ -6,8 +6,6 @@ hidden states that the model computed there against an autograd reference. What 
 With SIMREG_CPU=force in the environment it runs on the CPU, for what a GPU's values are compared with.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

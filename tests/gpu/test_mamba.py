@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A HybridModel with Mamba layers, whose kernels need a GPU: SimReg's gradient is the written-out sum's."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu import runs

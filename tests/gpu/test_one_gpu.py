@@ -5,8 +5,6 @@ bf16 has 8 bits: a gradient that is the difference of two has some 1e-3 of noise
 otherwise drift by some 1e-3 of the loss. A forgotten or doubled SimReg changes both by more than a tenth.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """On two GPUs or four with Transformer Engine: every layout agrees with one GPU, from one checkpoint, in bf16."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

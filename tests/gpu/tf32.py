@@ -5,8 +5,6 @@ Relative to float64, of a plain product of float32 matrices, and of SimReg's los
 environment may allow it, so that this is a process of its own; --setting allows it as a script would.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 

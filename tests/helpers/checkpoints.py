@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models and checkpoints of random weights, made without Megatron."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

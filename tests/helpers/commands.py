@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands as the pages print them, compared with what exists: targets, modules, scripts and flags."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -4,8 +4,6 @@
 `python -m tests.helpers.compile_kernels 90 one-of-each` takes the first variant of each kernel and type alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

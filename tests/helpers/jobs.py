@@ -6,8 +6,6 @@ torchrun do, or lost their parent. Python with PYTHONFAULTHANDLER prints the sta
 and without the interpreter's lock: also where it waits in a collective that never returns.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

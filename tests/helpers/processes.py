@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a function on several gloo processes, each with one thread."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

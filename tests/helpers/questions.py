@@ -5,8 +5,6 @@ One right continuation of 40 characters and three that belong to other documents
 has read such text is better.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

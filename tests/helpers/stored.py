@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a `torch_dist` checkpoint of a test's own run by torch's reader, without Megatron's model."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

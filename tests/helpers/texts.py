@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short texts and a Hugging Face tokenizer that tests share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

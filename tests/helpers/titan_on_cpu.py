@@ -5,8 +5,6 @@ What torchtitan takes from a GPU (names, memory, FlexAttention's backward) and i
 a step, the same in every layout, and weights that follow from their names.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the way through the pairs that a small input would not take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

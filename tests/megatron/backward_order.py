@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the names of the autograd nodes of each training step, in the order in which they run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

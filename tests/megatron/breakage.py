@@ -5,8 +5,6 @@ Where only SimReg's part is to be wrong, the difference of two calls is used: Me
 same loss without it has value zero and SimReg's gradient, for any labels, mask or shape that both were given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ Bridge itself does not import without Transformer Engine; its rules are rebuilt 
 methods of an object it registers, in which order it calls them, and what the context holds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from types import SimpleNamespace

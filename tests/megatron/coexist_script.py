@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin with other wrappers of the same function, in either order, and with functions of an instance's own."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

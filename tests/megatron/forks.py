@@ -5,8 +5,6 @@ The server is multiprocessing's own. It holds what `tests.megatron.preload` impo
 group, and every rank is a fresh fork of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib.util

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """States from inside the decoder: SimReg on them equals the sum written out, on megatron-core alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

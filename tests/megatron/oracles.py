@@ -8,8 +8,6 @@ function: the per-token loss keeps its value, and its gradient is multiplied by 
 it by N.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

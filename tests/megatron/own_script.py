@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training script that uses megatron-core alone: no Megatron flags are parsed, `install(config=...)` decides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 Only for tests: it knows how Megatron 0.19 numbers layers and experts and where its gradient buffers lie.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

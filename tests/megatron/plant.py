@@ -6,8 +6,6 @@ writes RECORD_OUT/planted<rank>.json: what every step changed, whether Megatron 
 steps an optimizer stepped. A number planted in a weight is taken out again after the step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

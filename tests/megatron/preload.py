@@ -5,8 +5,6 @@ It starts no thread and makes no process group, which is what keeps forking soun
 Megatron, so that a plain rank stays plain.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -9,8 +9,6 @@ this rank holds.
 `python -m tests.megatron.record OUT SCRIPT FLAGS` does it under torchrun; forked ranks call `record` itself.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaGC in Megatron's own loop: the same coefficients in every layout, kept in checkpoints, off unless asked for."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

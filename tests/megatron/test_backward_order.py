@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimReg's backward lies between those of the loss and of the output layer, which keep a GPU busy meanwhile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs with models that SimReg cannot reach."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

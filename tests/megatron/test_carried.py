@@ -5,8 +5,6 @@ Each kind of training goes on as each other one, on another number of ranks. Wei
 bit for bit, and so are trained scalars and AdaGC's averages where both sides have them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

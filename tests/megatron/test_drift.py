@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With SimReg on, replicas never drift apart, a run can be repeated bit for bit, and stopped and gone on with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ Megatron-FSDP loads no other checkpoints than its own, so these runs start from 
 table. Torch's FSDP2 is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torchrun launch/pretrain_llama.sh --simreg-lambda 10`, word for word, and the layouts a newcomer tries next."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

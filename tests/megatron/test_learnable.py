@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trained scalars in Megatron's own loop; those of `--simreg-similarity learnable` in all layouts: the parity table."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

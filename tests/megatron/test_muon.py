@@ -5,8 +5,6 @@ They are NVIDIA's emerging-optimizers, which `make setup` leaves out: importing 
 before Megatron 0.19 sets up its own, so that its timers are missing in every log.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

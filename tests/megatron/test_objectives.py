@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The neighbouring objectives in Megatron's own loop: they go on as if they had never stopped, and say what they do."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

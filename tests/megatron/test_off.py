@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With lambda 0 a run is plain Megatron, bit for bit; with SimReg on, its evaluation still is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

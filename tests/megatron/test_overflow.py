@@ -6,8 +6,6 @@ way. The reference knows which: it leaves those out (under Megatron's --iteratio
 the same) and gives the others the scale that they had. All must be equal bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

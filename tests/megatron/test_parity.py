@@ -4,8 +4,6 @@
 `make parity` prints the whole table.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ Every objective in every kind of layout, under three guards: Megatron's own chec
 which leave the step out on every rank. No weight and no average of any rank may change.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

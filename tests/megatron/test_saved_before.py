@@ -4,8 +4,6 @@
 tests/fixtures/README.md says where they come from, and when the next release renews them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of a stack follows Megatron's own loop with the plugin: same weights, same order of data, 20 steps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a run starts: with the Megatron of the script's folder, and without `make` for the wheel's dataset helpers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

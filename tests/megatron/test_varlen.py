@@ -7,8 +7,6 @@ argument is the cut over context ranks: Megatron's own flags allow the contiguou
 GPU; other attention has it turn the rows to zigzag and back.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@
 A phrase ends every dozen tokens or so: sequences of 64 then hold several text ends, and unequal numbers of them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sysconfig

@@ -6,8 +6,6 @@ Each returns what the terms of all tokens add up to. Nothing is shared with the 
 Shapes: rows [n, D], labels [n].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

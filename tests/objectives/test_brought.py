@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An objective that a package brings: the file of docs/objectives.md, installed, under the tests of every objective."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -5,8 +5,6 @@ and ranks that share a sequence.
 Shapes: B sequences, S tokens, D features.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains of tiny Megatron runs, submitted as a user would, and what they logged."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

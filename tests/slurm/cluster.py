@@ -4,8 +4,6 @@
 Nothing of an installed cluster is touched: configuration, keys, sockets, state and ports are this folder's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cluster and one text for all tests of this folder; without SLURM they are skipped, with the reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 never interrupted.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

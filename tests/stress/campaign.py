@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many cases: each batch draws from its own number, and the worst of each kind stays in a table that keeps growing."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ of a state that is surrounded by equal ones is a difference of numbers of that s
 below exp(-80) for 0, so terms below 1e-34 may be 0.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

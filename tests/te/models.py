@@ -4,8 +4,6 @@
 Every weight is a function of its name in the checkpoint, so that any layout holds parts of the same whole tensors.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import zlib

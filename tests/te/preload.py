@@ -6,8 +6,6 @@ ask whether it is there, Megatron's parser which generation of GPU it is, and th
 puts a count on it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-Bridge's own `pretrain` trains a tiny LLaMA, with SimReg through its callback and without."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib import util

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that Megatron saves from Transformer Engine's layers become Hugging Face models, and come back."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With a Transformer Engine that can be imported: what is logged, what is installed, and runs that do without it."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaGC against independently computed numbers, and what must hold for every trajectory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

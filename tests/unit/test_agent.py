@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bash form of the launch scripts ends as its processes ended; other shells and Python meet a sentence."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

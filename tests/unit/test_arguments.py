@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags in a parser, their refusals, and the comparison with a checkpoint's flags."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

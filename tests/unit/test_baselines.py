@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The baselines against independently computed numbers on the fixture F1, and against written-out loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus that needs no download: what it reads, and one build for many processes."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaGC is refused by name if it could not know the gradients; a checkpoint's state is restored by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of code of the pages: Python runs, commands and their flags exist, and shown output is what is printed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

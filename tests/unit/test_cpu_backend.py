@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU backend is on only when asked for, before Megatron, where no GPU is; its process ends well."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

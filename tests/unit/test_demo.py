@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """launch/demo.py and launch/jobs.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dispersion loss against its formula in loops, angles of 0 and 180 degrees, and the draw of tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -12,8 +12,6 @@ and the loss. The files that docs/ecosystem.md gives to ms-swift and slime are r
 Shapes: T tokens of a packed row, V words, D features.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable

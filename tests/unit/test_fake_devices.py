@@ -5,8 +5,6 @@ touches the host, and gradients have the type and shape of what they are of.
 The rank is one of four that share a sequence, two by tensor and two by context parallelism.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which states inside the decoder can be asked for, and a sentence for those that cannot."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

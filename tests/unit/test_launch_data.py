@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a run's text before launch (its prefixes and blends: test_wrong_inputs.py), and the label histogram."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimReg's launches on a GPU do not grow unseen; attention and overhead of the benchmarks' steps."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from types import SimpleNamespace

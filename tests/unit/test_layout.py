@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions of tokens and exchanges, by plain arithmetic: every token once, every plan with its counterpart."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links of the pages lead to what is there, as do names in the README; patches only add lines. Nothing is fetched."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """At most 256 MiB without the inputs and the gradient, up to 131,072 tokens: tensors are counted, not computed."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MIC against independently computed numbers (facts MI-1 to MI-4), limits, and invariances; SimReg on prefixes."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

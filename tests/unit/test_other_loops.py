@@ -2,8 +2,6 @@
 """A training loop of another framework is refused what Megatron's own is: before its first step if it calls
 `begin_run`, else in the forward pass of the first micro-batch that shows it."""
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Iterator

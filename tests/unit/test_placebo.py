@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control: the same labels, equally often in each chunk, on other tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in full float32 under a process that allows TensorFloat-32, shown by the setting that each product meets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy through the truncated output layer, in float64 against torch's own: values, gradients, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions of the pretraining script itself: layouts that it refuses, and which stages hold the embeddings."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings under which SimReg would be wrong or silent are refused by name; open log writers get its values."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

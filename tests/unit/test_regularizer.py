@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The term on one micro-batch of a model: value, gradient, log values, and what only the data knows."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

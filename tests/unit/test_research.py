@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """research/: plans become runs, runs become tables, and a table whose plan was not carried out says nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

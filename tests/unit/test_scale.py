@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Large layouts without their machines: all ranks agree about what travels, and equals benchmarks/results/scale.csv."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Megatron without a seam is a named error; wrapped functions come back."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import replace

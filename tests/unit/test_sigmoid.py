@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sigmoid loss against independently computed numbers (facts SL-1 to SL-8), and against written-out loops."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGReg against independently computed numbers (facts SG-1 to SG-7), closed forms, and a written-out loop."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

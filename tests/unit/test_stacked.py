@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacked models: K at once are K one by one, plans become groups of runs, and rows the report that is kept."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated tables are as new as the code under them and agree with their rows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@
 That its values and gradients are the reference's is held by the tests of SimReg itself, which run on both.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form in Triton: its kernels in the interpreter against float64, and compiled without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

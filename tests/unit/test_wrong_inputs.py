@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes of a newcomer's first hour: command, exit status and the first line that is printed."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.versions`: drive every release of Megatron with the plugin and print what works where."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

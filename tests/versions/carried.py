@@ -8,8 +8,6 @@ stopped. A release older than the one that saved may refuse. `--record` keeps a 
 benchmarks/results/resumed_releases.csv.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -5,8 +5,6 @@ Each release's own megatron.core loads a checkpoint with the keys that `import-h
 saves it again; every tensor must then be the same, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

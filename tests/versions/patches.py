@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches for forks: which belongs to which tree, what it adds, and where it lands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

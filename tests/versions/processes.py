@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the ranks of one job as a user's launcher would, each a fresh Python with its own Megatron on the path."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

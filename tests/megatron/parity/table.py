@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parity table, on a terminal and as Markdown."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time
