@@ -53,13 +53,7 @@ class Row:
 
 
 class Campaign:
-    """Runs faults in folders of its own below `work`.
-
-    Args:
-        work: for text, undisturbed runs and the runs in progress.
-        results: the CSV; its rows are not run again.
-        keep: leave the folders of sound runs, too.
-    """
+    """Runs faults in folders of its own below `work`; a fault with a row in `results`, a CSV, is not run again."""
 
     def __init__(self, work: Path, results: Path, *, keep: bool = False) -> None:
         self.work, self.results, self.keep = work.resolve(), results, keep

@@ -40,18 +40,14 @@ _COMMAND_EVERY = 7
 
 @dataclass(frozen=True)
 class Fault:
-    """One run that is struck.
-
-    Attributes:
-        then: the layout that the run goes on in; empty for its own.
-    """
+    """One run that is struck."""
 
     layout: str
     kind: str
     moment: str
     seed: int
     way: str = SHARED
-    then: str = ""
+    then: str = ""  # the layout that the run goes on in; empty for its own
 
     @property
     def name(self) -> str:

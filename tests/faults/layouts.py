@@ -28,20 +28,14 @@ _EXPERTS_ALIKE = ("--moe-router-load-balancing-type", "none")  # that loss would
 
 @dataclass(frozen=True)
 class Layout:
-    """A run as a user would start it.
-
-    Attributes:
-        split: flags that spread the model over `processes`.
-        states: what the run carries besides weights and Adam's averages; it stays when the layout is changed.
-        goes_on_in: layouts in which the same run may go on, to the same numbers but for rounding.
-    """
+    """A run as a user would start it."""
 
     name: str
     processes: int
-    split: tuple[str, ...]
-    states: tuple[str, ...]
+    split: tuple[str, ...]  # flags that spread the model
+    states: tuple[str, ...]  # flags of what it carries besides weights and Adam's averages, in every layout
     family: str = "llama"
-    goes_on_in: tuple[str, ...] = ()
+    goes_on_in: tuple[str, ...] = ()  # layouts in which it may go on, to the same numbers but for rounding
 
     @property
     def script(self) -> str:

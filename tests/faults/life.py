@@ -31,22 +31,14 @@ _TIMED_OUT = 124
 
 @dataclass
 class Life:
-    """The outcome of one run.
-
-    Attributes:
-        starts: facts from the log of each start.
-        struck: the marks of the strikes that happened.
-        left: processes that outlived the run.
-        blow: the number of the start that the fault itself struck, from 0.
-        passes: SimReg's values in each micro-batch of a step that was computed twice.
-    """
+    """The outcome of one run."""
 
     output: Path
     starts: list[StartLog] = field(default_factory=list)
-    struck: list[str] = field(default_factory=list)
-    left: int = 0
-    passes: tuple[str, ...] = ()
-    blow: int = 0
+    struck: list[str] = field(default_factory=list)  # marks of the strikes that happened
+    left: int = 0  # processes that outlived the run
+    passes: tuple[str, ...] = ()  # SimReg's values in each micro-batch of a step that was computed twice
+    blow: int = 0  # the start that the fault itself struck
 
     @property
     def has_ended(self) -> bool:
@@ -54,13 +46,7 @@ class Life:
 
 
 class Runner:
-    """Starts one run again and again.
-
-    Args:
-        fault: what happens to it.
-        folder: for its output, logs and marks.
-        text: the prepared text.
-    """
+    """Starts one run again and again; its output, logs and marks go into `folder`."""
 
     def __init__(self, fault: Fault, folder: Path, text: Path) -> None:
         self.fault, self.folder, self.text = fault, folder, text

@@ -17,20 +17,12 @@ _BATCHES = "batches"
 
 
 class Row(NamedTuple):
-    """A verdict that some combinations share.
-
-    Attributes:
-        kind, what: of the verdict.
-        combinations: how many.
-        compared: how many of these were also run without us, and were as they should be next to those.
-        detail: words for a reader.
-        flags: the shortest of them.
-    """
+    """A verdict that some combinations share, with words for a reader and the shortest flags."""
 
     kind: str
     what: str
     combinations: int
-    compared: int
+    compared: int  # how many of these were also run without us, and were as they should be next to those
     detail: str
     flags: str
 

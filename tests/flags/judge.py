@@ -45,10 +45,8 @@ def judged(combination: Combination, found: list[Outcome], plain: Callable[[Comb
 
 
 def apart(combination: Combination, found: list[Outcome], plain: list[Outcome]) -> Verdict | None:
-    """Compare a run that trained with the same run without us, and return what is wrong; None if nothing is.
-
-    The value of the first loss is Megatron's in any case; the parameters are if and only if nothing of ours trains.
-    """
+    """Compare a run that trained with the same without us: what is wrong. The first loss is Megatron's; parameters are
+    if and only if nothing of ours trains."""
     if _first_failure(plain) is not None:
         return Verdict(WRONG, "plain Megatron fails where we train", _signature(_first_failure(plain) or Outcome()))
     for ours, theirs in zip(found, plain, strict=True):

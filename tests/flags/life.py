@@ -34,29 +34,17 @@ _TAIL = 500  # characters of a log
 
 @dataclass
 class Outcome:
-    """The outcome that one rank noted.
+    """The outcome that one rank noted."""
 
-    Attributes:
-        losses: the language-model loss of each step; empty on ranks that do not compute it.
-        norms: of each step's gradient; None where the step was skipped.
-        logged: SimReg's and AdaGC's values, line by line.
-        terms: for each micro-batch on which SimReg computed for training, whether all terms are finite.
-        digest: of the parameters that plain Megatron has, too, after the last step.
-        strength: iterations of the run in which the settings let SimReg train.
-        error: its type, or "exit" with its status; empty if the run ended normally.
-        said: the error's words.
-        place: file:function that raised it, and whether that is ours.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    logged: list[dict[str, float]] = field(default_factory=list)
-    terms: list[bool] = field(default_factory=list)
-    digest: str = ""
-    strength: list[bool] = field(default_factory=list)
-    error: str = ""
+    losses: list[float] = field(default_factory=list)  # of each step; empty on ranks that do not compute it
+    norms: list[float | None] = field(default_factory=list)  # None where the step was skipped
+    logged: list[dict[str, float]] = field(default_factory=list)  # SimReg's and AdaGC's values, line by line
+    terms: list[bool] = field(default_factory=list)  # of each micro-batch: whether all are finite
+    digest: str = ""  # of the parameters that plain Megatron has, too, after the last step
+    strength: list[bool] = field(default_factory=list)  # whether the settings let SimReg train in an iteration
+    error: str = ""  # its type, or "exit" with its status
     said: str = ""
-    place: str = ""
+    place: str = ""  # file:function that raised it
     is_ours: bool = False
     trace: list[str] = field(default_factory=list)
 

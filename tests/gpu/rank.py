@@ -24,17 +24,11 @@ from simreg_megatron.cpu import backend as cpu_backend
 
 @dataclass(frozen=True)
 class Comparison:
-    """SimReg's gradient, as the plugin adds it, against the reference, both for random weights of the tokens.
+    """SimReg's gradient, as the plugin adds it, against the reference, both for random weights of the tokens."""
 
-    Attributes:
-        value: largest difference that the plugin makes to the per-token loss; it must make none.
-        gradient: norm of the difference from the reference, relative to the reference.
-        share: norm of SimReg's gradient, relative to that of loss and SimReg together.
-    """
-
-    value: float
-    gradient: float
-    share: float
+    value: float  # largest difference that the plugin makes to the per-token loss; it must make none
+    gradient: float  # norm of the difference from the reference, relative to the reference
+    share: float  # norm of SimReg's gradient, relative to that of loss and SimReg together
 
 
 @dataclass

@@ -29,11 +29,7 @@ def commands(text: str) -> Iterator[Words]:
 
 
 def complaints(words: Words, megatron: Collection[str]) -> Iterator[str]:
-    """Yield what a command names in vain: a target, a module, a script, or a flag that no parser has.
-
-    Args:
-        megatron: the flags of Megatron's own parser and of SimReg's.
-    """
+    """Yield what a command names in vain: a target, module or script, or a flag that no parser has."""
     words = [word for word in words if not re.fullmatch(r"[A-Z_]+=[^-]*", word)]  # NAME=value
     head, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     if head in _NOT_OURS:

@@ -39,15 +39,10 @@ def run(
     merged: bool = False,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """The command's status and what it printed.
+    """The command's status and what it printed; HungError if it took longer than `timeout` seconds.
 
-    Args:
-        env: in place of this process's environment.
-        merged: errors are printed where output is.
-        check: a status that is not 0 is an AssertionError with what was printed.
-
-    Raises:
-        HungError: it took longer than `timeout` seconds.
+    `env` replaces this process's environment, `merged` prints errors where output is, and with `check` a status that is
+    not 0 is an AssertionError.
     """
     # Files: an unread pipe blocks the writer, and one that is kept open blocks the reader.
     with contextlib.ExitStack() as files:
@@ -118,10 +113,7 @@ def with_descendants(pids: Iterable[int]) -> set[int]:
 
 
 def print_stacks(pids: Iterable[int]) -> None:
-    """Each prints the stacks of its threads, where it has faulthandler, and dies of it; one after the other.
-
-    All stand still before the first one dies, lest the others react to that.
-    """
+    """Each prints the stacks of its threads and dies of it; all stand still before the first one dies."""
     pids = list(pids)
     for pid in pids:
         _send(pid, signal.SIGSTOP)

@@ -79,10 +79,7 @@ def sample(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(model, owner: type, name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The gradient with SimReg is the written-out sum's, the loss is untouched, and `uninstall` leaves nothing.
-
-    `owner` and `name` are of the function of Megatron that is wrapped.
-    """
+    """Compare the gradient with SimReg with the written-out sum's; the loss stays, and `uninstall` leaves nothing."""
     tokens, labels = sample(device)
     original = getattr(owner, name)
     plain_loss, plain = gradients(model, tokens, labels)

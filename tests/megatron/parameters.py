@@ -21,10 +21,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def named_parameters(model_chunks: list[Any]) -> Iterator[tuple[str, Any]]:
-    """(name, parameter) of all chunks of this stage; layers and experts are counted over the whole model.
-
-    The copy of tied embeddings on the last pipeline stage goes by the name of what it copies.
-    """
+    """(name, parameter) of this stage, counted over the whole model; tied embeddings go by their original's name."""
     for chunk in compat.unwrapped(model_chunks):
         for name, parameter in tiny.named_parameters([chunk]):
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
@@ -60,8 +57,7 @@ def shard_of(name: str, parameter: Any) -> Shard:
 def gradients(model_chunks: list[Any]) -> dict[str, Tensor]:
     """Every parameter's gradient as `finalize_model_grads` left it, without the fp16 loss scale.
 
-    The distributed optimizer and FSDP leave each data-parallel rank one part of them: the parts are gathered here, so
-    that these runs too are compared in full. A collective then: all ranks call it.
+    Parts that an optimizer or FSDP spread over ranks are gathered: all ranks call it.
     """
     from megatron.core.utils import get_model_config
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NaN and infinity planted in one rank of a run: `plant:numbers`, a function to call before it starts.
 
-RECORD_OUT/plan.json has the rank and, for each step after the first, where the number goes and which it is. Each rank
-writes RECORD_OUT/planted<rank>.json: what every step changed, whether Megatron says that it was skipped, and in which
-steps an optimizer stepped. A number planted in a weight is taken out again after the step.
+RECORD_OUT/plan.json has the rank and, for each step after the first, where the number goes and which it is; each rank
+writes what every step changed, and whether an optimizer stepped. A number in a weight is taken out after the step.
 """
 
 import json

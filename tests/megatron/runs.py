@@ -126,11 +126,9 @@ def all_flags(flags: Sequence[str], model: str = "dense") -> list[str]:
 def attempt(
     out: Path, flags: Sequence[str], *, model: str = "dense", processes: int = 1, plain: bool = False, patch: str = ""
 ) -> Finished:
-    """Train the tiny model with `flags` on forked ranks and record it in `out`; it may fail.
+    """Train the tiny model on forked ranks and record it in `out`, without the plugin if `plain`; it may fail.
 
-    Args:
-        plain: leave the plugin out altogether.
-        patch: `module:function` to call before the run, such as "breakage:doubled_scale".
+    `patch` is called before: "breakage:doubled_scale".
     """
     patch = f"tests.megatron.{patch}" if patch else ""
     log = out / "log"
@@ -146,14 +144,10 @@ def _record(out: Path, script: Path, flags: Sequence[str], plain: bool, patch: s
 
 
 def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
-    """The same for a run that must succeed: what it computed.
+    """The same for a run that must succeed: what it computed; RunError or ReplicasDifferError if it failed.
 
-    A run that glibc ends over a damaged heap gets a second chance, and a warning in pytest's summary: no code of ours
-    can damage it, and torch 2.13 over gloo did (seen once, with Megatron-FSDP). One that saves would not begin again.
-
-    Raises:
-        RunError: it failed.
-        ReplicasDifferError: it succeeded, but its ranks do not agree.
+    A run that glibc ends over a damaged heap, as torch 2.13 over gloo did once, gets a second chance and a warning unless
+    it saves: no code of ours can damage it.
     """
     done = attempt(out, flags, **options)
     if done.status == -signal.SIGABRT and _HEAP.search(done.output) and "--save" not in flags:
@@ -176,11 +170,7 @@ class Recorded:
 
 
 def read(out: Path) -> Recorded:
-    """Put the ranks of a run together: shards are joined, replicas must be equal bit for bit.
-
-    Raises:
-        ReplicasDifferError: two ranks hold different values of one thing.
-    """
+    """Put the ranks of a run together: shards are joined; replicas must be equal bit for bit."""
     ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("rank*.pt"))]
     losses = _agreed("losses", [rank["losses"] for rank in ranks if rank["losses"]])
     norms = _agreed("gradient norms", [rank["norms"] for rank in ranks])

@@ -220,19 +220,12 @@ LAYOUTS["tp2-ep2"] = (*LAYOUTS["tp2-sp"], *LAYOUTS["ep2"], "--moe-token-dispatch
 
 @dataclass
 class Saved:
-    """A model's checkpoints in several layouts; each is made when it is first asked for.
-
-    Attributes:
-        folder: where they go.
-        data_flags: Megatron's flags for the text.
-        model: a name of `runs.MODELS`.
-        more: flags for all runs, such as --bf16.
-    """
+    """A model's checkpoints in several layouts; each is made when it is first asked for."""
 
     folder: Path
     data_flags: tuple[str, ...]
-    model: str
-    more: tuple[str, ...] = ()
+    model: str  # of `runs.MODELS`
+    more: tuple[str, ...] = ()  # flags for all runs
     recorded: dict[str, Recorded] = field(default_factory=dict)
 
     def trained(self) -> Path:

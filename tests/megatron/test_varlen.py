@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's loop over packed rows of varying length (`--use-varlen-dataset`), which no released wheel has yet.
 
-MEGATRON_PATH names a Megatron-LM tree with that flag: main from request 6742 on, or the dev branch of August 2026. Run
-as a script, this starts its `pretrain_gpt.py` on the CPU, with stand-ins for what Transformer Engine does. The first
-argument is the cut over context ranks: Megatron's own flags allow the contiguous one only with attention that needs a
-GPU; other attention has it turn the rows to zigzag and back.
+MEGATRON_PATH names a Megatron-LM tree with that flag: main from request 6742 on, or the dev branch of August 2026. As a
+script this starts its `pretrain_gpt.py` on the CPU, with stand-ins for Transformer Engine; the first argument is the
+cut over context ranks, the contiguous one of which Megatron allows only with attention that needs a GPU.
 """
 
 import importlib

@@ -98,9 +98,7 @@ adaptations._build_for_this_python(lambda: sys.exit(1))
 
 @pytest.mark.megatron
 def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
-    """Tensors of CUDA lie on the CPU, also with a Transformer Engine that cannot be imported; tensor ranks draw
-    weights of their own, and one rank what it always has; helpers are built by this Python, or a sentence says why not.
-    """
+    """Tensors of CUDA lie on the CPU, also with a broken Transformer Engine; ranks draw weights of their own."""
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol: cublasLt')")
     done = python(IN_MEGATRON, PYTHONPATH=python_path(tmp_path, ROOT), PATH="/usr/bin:/bin")

@@ -35,11 +35,7 @@ def f1(request: pytest.FixtureRequest) -> Tokens:
 
 
 def assert_prints(value: Tensor | float, printed: str, *, size: float | None = None) -> None:
-    """The value rounds to the printed digits: it lies within half a unit of the last one.
-
-    A float32 may also be off by 2e-5 of itself, or of `size`: a cosine is good to some 1e-7, an exponent at
-    tau 0.01 therefore to 1e-5.
-    """
+    """The value rounds to the printed digits; a float32 may be off by 2e-5 of itself, or of `size`: exp(cos / 0.01)."""
     unit = 10.0 ** Decimal(printed).as_tuple().exponent
     slack = 0.501 * unit
     if isinstance(value, Tensor) and value.dtype == torch.float32:

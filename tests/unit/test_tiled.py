@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the tiled form beyond the reference's values: memory, and numerics in half precision.
-
-That its values and gradients are the reference's is held by the tests of SimReg itself, which run on both.
-"""
+"""Promises of the tiled form beyond the reference's values, which the tests of SimReg hold: memory, half precision."""
 
 from typing import Any
 

@@ -102,11 +102,7 @@ def _cause(error: str) -> str:
 
 
 def _apart(whole_at: Path, resumed_at: Path, processes: int) -> float:
-    """The largest relative difference of any number of the later steps.
-
-    Raises:
-        RunError: the resumed run failed, or has another number of steps.
-    """
+    """The largest relative difference of any number of the later steps; RunError if the resumed run failed."""
     whole, resumed = loops.read(whole_at, 1), loops.read(resumed_at, processes)
     if len(resumed["norms"]) != _LAST - _SAVED_AT:
         raise RunError(f"{len(resumed['norms'])} steps after the resume")
