@@ -40,7 +40,7 @@ def run_ranks(
 ) -> int:
     """`target(*arguments)` on every rank of one job, in a context of multiprocessing; all output goes to `log`.
 
-    Returns 0, or the status of the first rank that failed; the others are then killed. HungError, with the stacks of all
+    Returns 0, or the status of the first rank that failed, and kills the others. HungError, with the stacks of all
     ranks, if some took longer than `timeout` seconds.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the kernel's port: no race for it

@@ -146,7 +146,7 @@ def _record(out: Path, script: Path, flags: Sequence[str], plain: bool, patch: s
 def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
     """The same for a run that must succeed: what it computed; RunError or ReplicasDifferError if it failed.
 
-    A run that glibc ends over a damaged heap, as torch 2.13 over gloo did once, gets a second chance and a warning unless
+    A run that glibc ends over a damaged heap (torch 2.13 over gloo, once) gets a second chance and a warning unless
     it saves: no code of ours can damage it.
     """
     done = attempt(out, flags, **options)
