@@ -13,9 +13,7 @@ SIMREG, NORM = "_SimRegBackward", "RsqrtBackward0"
 
 
 @pytest.mark.parametrize(("flags", "processes"), [((), 1), (SEQUENCE_PARALLEL, 2)])
-def test_the_loss_comes_first_and_the_output_layer_last(
-    flags: tuple[str, ...], processes: int, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_loss_comes_first_and_the_output_layer_last(flags, processes: int, data_flags, tmp_path: Path) -> None:
     words = (*data_flags, *runs.SIMREG, *flags, "--train-iters", "1")
     done = runs.attempt(tmp_path, words, processes=processes, patch="backward_order:printed")
     assert done.status == 0, done.output[-2000:]

@@ -36,9 +36,7 @@ def one_process(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFa
     ],
     ids=["1 process", "2 processes", "2 processes, optimizer only", "context parallel"],
 )
-def test_megatron_fsdp(
-    flags: tuple[str, ...], processes: int, one_process: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_megatron_fsdp(flags, processes: int, one_process: runs.Recorded, data_flags, tmp_path: Path) -> None:
     sharded = runs.train(tmp_path, (*data_flags, *_STEPS, *_MEGATRON, *flags), processes=processes)
     gap = runs.difference(one_process, sharded)
     print(gap)

@@ -48,9 +48,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("rank", "exitcode", "status", "said"), ENDS)
-def test_the_status_of_an_end(
-    rank: int, exitcode: int, status: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_of_an_end(rank: int, exitcode: int, status: int, said: str, capsys) -> None:
     assert agent.ended(rank, exitcode) == status
     assert capsys.readouterr().err.strip() == said
 

@@ -116,9 +116,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), REFUSED)
-def test_starts_that_are_refused(
-    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_starts_that_are_refused(words: list[str], sentence: str, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "script.py").write_text("raise AssertionError('the script must not start')")
     monkeypatch.delenv("SIMREG_CPU", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

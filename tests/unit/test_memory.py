@@ -46,9 +46,7 @@ def test_what_is_counted_is_what_a_cpu_takes(chunk: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2048, 1024), (2048, 1, 1024), (64, 32, 1024)], ids=str)
 @pytest.mark.parametrize("measure", ["norms", "cosines"])
-def test_a_log_step_takes_little_memory_next_to_the_states(
-    measure: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_step_takes_little_memory_next_to_the_states(measure: str, shape: tuple[int, ...], monkeypatch) -> None:
     """Copies in float32 and float64 of all hidden states of a micro-batch would be six times as large as they are."""
     monkeypatch.setitem(geometry.AT_ONCE, "cpu", MIB)
     monkeypatch.setitem(geometry._WORKSPACE, "cpu", MIB)

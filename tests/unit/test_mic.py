@@ -96,9 +96,7 @@ def test_sequences_that_are_all_alike() -> None:
 @pytest.mark.parametrize("t", [2.0, 20.0])
 @pytest.mark.parametrize("pool", ["sequence", "token"])
 @pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
-def test_no_pair_is_lost_in_the_rounding_of_a_row_with_itself(
-    t: float, pool: str, slab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_pair_is_lost_in_the_rounding_of_a_row_with_itself(t: float, pool: str, slab: int, monkeypatch) -> None:
     """float32 as float64, also where all pairs together are far below the 1 that a row with itself would add."""
     monkeypatch.setattr(mic, "_SLAB", slab)
     for seed in range(20):
@@ -130,9 +128,7 @@ def test_a_feature_that_never_changes_has_no_correlation() -> None:
 @pytest.mark.parametrize("norm_scope", mic.NORM_SCOPES)
 @pytest.mark.parametrize("slab", quick([16 << 20, 1], lambda slab: slab == 1), ids=["one slab", "row by row"])
 @pytest.mark.parametrize("fast", quick([True, False], bool), ids=["one direction", "all"])
-def test_gradient_is_the_derivative(
-    pool: str, norm_scope: str, slab: int, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_is_the_derivative(pool: str, norm_scope: str, slab: int, fast: bool, monkeypatch) -> None:
     monkeypatch.setattr(mic, "_SLAB", slab)
     rows, valid = sequences()
     options = MICOptions(prefixes=(2, 4), pool=pool, norm_scope=norm_scope)

@@ -174,9 +174,7 @@ def test_ranks_in_an_unknown_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [SimpleNamespace(), SimpleNamespace(eod=None)])
-def test_a_document_mask_without_document_ends_is_refused(
-    tokenizer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_mask_without_document_ends_is_refused(tokenizer: SimpleNamespace, monkeypatch) -> None:
     module = ModuleType("megatron.training.global_vars")
     module.get_tokenizer = lambda: tokenizer
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
@@ -251,9 +249,7 @@ def megatrons_line(total_loss_dict: dict, iteration: int, skipped_iter: int) -> 
     )
 
 
-def test_numbers_below_zero_reach_the_console(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     means = {"simreg loss": 0.5, "simreg margin": -1.25, "simreg margin 10%": -4.0, "simreg negative cosine": -0.125}
     found = {name: torch.tensor(value) for name, value in means.items()}
     monkeypatch.setattr(log, "reduced_means", lambda **_: dict(found))

@@ -74,9 +74,7 @@ def test_a_restarted_run_starts_over() -> None:
     assert second is not first and installation.regularizer() is second
 
 
-def test_a_wrapper_that_passes_everything_on_is_no_obstacle(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrapper_that_passes_everything_on_is_no_obstacle(module: ModuleType, monkeypatch) -> None:
     """Someone else's `def wrapper(*args, **kwargs)` hides the parameters; names are read from the call then."""
     inner = FitModel._postprocess
     monkeypatch.setattr(FitModel, "_postprocess", lambda *args, **kwargs: inner(*args, **kwargs))

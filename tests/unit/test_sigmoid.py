@@ -70,9 +70,7 @@ def written_out(rows: Tensor, labels: Tensor, documents: Tensor, self_positive: 
 @pytest.mark.parametrize("pair_reduction", sigmoid.PAIR_REDUCTIONS)
 @pytest.mark.parametrize("self_positive", ["never", "always"])
 @pytest.mark.parametrize("slab", [8 << 20, 1], ids=["one slab", "anchor by anchor"])
-def test_chunks_masks_documents_and_slabs(
-    pair_reduction: str, self_positive: str, slab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_masks_documents_and_slabs(pair_reduction: str, self_positive: str, slab: int, monkeypatch) -> None:
     monkeypatch.setitem(sigmoid._SLAB, "cpu", slab)
     rows, labels = random_tokens((2, 14, 6), num_labels=4)
     valid = torch.rand(2, 14, generator=torch.Generator().manual_seed(2)) < 0.8

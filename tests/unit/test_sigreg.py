@@ -65,9 +65,7 @@ def written_out(rows: Tensor, directions: Tensor, estimator: str) -> Tensor:
 
 @pytest.mark.parametrize("estimator", sigreg.ESTIMATORS)
 @pytest.mark.parametrize("normalize", ["sqrt-d", "none"])
-def test_chunks_and_masks_are_samples_of_their_own(
-    estimator: str, normalize: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_and_masks_are_samples_of_their_own(estimator: str, normalize: str, monkeypatch) -> None:
     monkeypatch.setattr(sigreg, "_WORKSPACE", 3 * 2 * 8 * 4)  # tiles of three tokens
     rows, labels = random_tokens((2, 14, 6), num_labels=4)
     valid = torch.rand(2, 14, generator=torch.Generator().manual_seed(2)) < 0.7

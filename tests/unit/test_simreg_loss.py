@@ -285,9 +285,7 @@ def test_count_correction_stays_inside_the_document() -> None:
     ("chunk_size", "scope", "said"),
     [(8, "exact", "each 8 tokens"), (4, "exact", ""), (4, "local", "each 4 tokens"), (3, "local", "")],
 )
-def test_a_chunk_weight_without_effect_is_logged(
-    chunk_size: int, scope: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_weight_without_effect_is_logged(chunk_size: int, scope: str, said: str, monkeypatch) -> None:
     """If a sequence, or in scope local a rank's block of it, is one chunk."""
     heard: list[str] = []
     monkeypatch.setattr(sequence, "log_once", heard.append)

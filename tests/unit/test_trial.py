@@ -147,9 +147,7 @@ def rows_like(config: SimRegConfig, model: Any) -> torch.Tensor:
     return torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
 
 
-def test_before_the_first_step(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_step(plant: Plant, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU, and for `auto` alone; the shape is that of one rank."""
     plant(TorchForm())
     shapes = []
