@@ -88,10 +88,8 @@ def check_hybrid_rank(number: int) -> None:
 
     half = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     groups, alone = {2: half, 4: dist.group.WORLD}, One()
-    model_groups = SimpleNamespace(tp=alone, cp=alone, tp_cp=alone, dp_cp=dist.group.WORLD)
-    model = SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=False, hidden_size=256), pg_collection=model_groups
-    )
+    of_model = SimpleNamespace(tp=alone, cp=alone, tp_cp=alone, dp_cp=dist.group.WORLD)
+    model = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False, hidden_size=256), pg_collection=of_model)
     regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=24))
     cuts = ((4, 64), (2, 40)) if number < 2 else ((4, 64), (1, 28 + number), (1, 24))
     for micro_batch, (ranks, length) in enumerate(cuts):

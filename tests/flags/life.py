@@ -183,11 +183,7 @@ def _note(outcome: Outcome, error: BaseException) -> None:
     outcome.error = f"exit {error.code}" if isinstance(error, SystemExit) else type(error).__name__
     outcome.said = str(error)
     outcome.is_ours = last.filename.startswith(_PACKAGE)
-    file = (
-        last.filename.rpartition("site-packages" + os.sep)[2] if not outcome.is_ours else last.filename[len(_PACKAGE) :]
-    )
-    outcome.place = f"{file}:{last.name}"
-    outcome.trace = [
-        f"{frame.filename.rpartition(os.sep)[2]}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES:]
-    ]
+    folder = _PACKAGE if outcome.is_ours else "site-packages" + os.sep
+    outcome.place = f"{last.filename.rpartition(folder)[2]}:{last.name}"
+    outcome.trace = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES:]]
     sys.stderr.flush()

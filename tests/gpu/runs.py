@@ -123,13 +123,10 @@ def observe(run: Run, data_flags: Sequence[str], out: Path) -> Observed:
     done = torchrun(
         ["-m", "tests.gpu.rank", str(out), mode, str(PRETRAIN), *flags],
         processes=run.processes,
-        env={
-            **_ENVIRONMENT,
-            **(_REPEATABLE if run.repeatable else {}),
-            "CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections),
-            "SIMREG_CPU": "force" if run.on_cpu else "",
-            **({} if run.half else {"NVIDIA_TF32_OVERRIDE": "0"}),
-        },
+        **_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections)},
+        **(_REPEATABLE if run.repeatable else {}),
+        **({} if run.half else {"NVIDIA_TF32_OVERRIDE": "0"}),
+        SIMREG_CPU="force" if run.on_cpu else "",
     )
     assert done.status == 0, f"status {done.status}\n{done.output[-6000:]}"
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(run.processes)]

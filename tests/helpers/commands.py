@@ -57,8 +57,7 @@ def _is_module(name: str) -> bool:
 @cache
 def known_flags() -> frozenset[str]:
     """Return the flags that our Python or shell names, without the tests, which give wrong ones on purpose."""
-    paths = [
-        path for folder in _SOURCES for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".sh", ".bash")
-    ]
+    found = (path for folder in _SOURCES for path in (ROOT / folder).rglob("*.*"))
+    paths = [path for path in found if path.suffix in (".py", ".sh", ".bash")]
     paths += [ROOT / "tests" / "conftest.py", *(ROOT / "tests").rglob("__main__.py")]
     return frozenset(flag for path in paths for flag in re.findall(r"--\w[\w-]*", path.read_text(encoding="utf-8")))

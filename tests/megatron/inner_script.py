@@ -23,9 +23,8 @@ def states_of(model, layers, placement: str, tokens, labels) -> tuple[torch.Tens
 
     hooks = [model.decoder.layers[n - 1].register_forward_hook(keep(n)) for n in layers if n != "final"]
     hooks.append(model.decoder.register_forward_hook(keep("final")))
-    hooks.append(
-        model.decoder.final_layernorm.register_forward_pre_hook(lambda module, inputs: caught.update(before=inputs[0]))
-    )
+    norm = model.decoder.final_layernorm
+    hooks.append(norm.register_forward_pre_hook(lambda module, inputs: caught.update(before=inputs[0])))
     loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), causal_mask(), labels=labels).mean()
     for hook in hooks:
         hook.remove()

@@ -76,9 +76,8 @@ def pieces_of(models: Any, optimizer: Any) -> Pieces:
 
 def changed(before: Pieces, after: Pieces) -> list[str]:
     """Names of what is not the same bit for bit, or is only there now."""
-    return sorted(
-        " ".join(key) for key, piece in after.items() if key not in before or not _is_same(before[key][2], piece[2])
-    )
+    kept = {key for key, piece in after.items() if key in before and _is_same(before[key][2], piece[2])}
+    return sorted(map(" ".join, after.keys() - kept))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -22,9 +22,8 @@ from tests.megatron.parameters import gradients, named_parameters, shard_of, who
 class Recorder:
     def __init__(self, out: Path) -> None:
         self.path = out / f"rank{os.environ.get('RANK', '0')}.pt"
-        self.record: dict[str, Any] = {
-            "losses": [], "norms": [], "logged": [], "grads": {}, "params": {}, "shards": {}
-        }  # fmt: skip
+        self.record: dict[str, Any] = {"losses": [], "norms": [], "logged": []}
+        self.record |= {"grads": {}, "params": {}, "shards": {}}
         self.model: Any = None
 
     def wrap_finalize(self, finalize: Any) -> Any:

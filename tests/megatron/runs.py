@@ -75,15 +75,11 @@ class ReplicasDifferError(AssertionError):
 
 
 def torchrun(
-    command: Sequence[str],
-    *,
-    processes: int = 1,
-    rendezvous: Sequence[str] = ("--standalone",),
-    env: Mapping[str, str] | None = None,
+    command: Sequence[str], processes: int = 1, meets: Sequence[str] = ("--standalone",), **env: str
 ) -> Finished:
-    """`torchrun RENDEZVOUS --nproc-per-node N COMMAND`, one thread each."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **(env or {})}
+    """`torchrun MEETS --nproc-per-node N COMMAND`, one thread each."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *meets, "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **env}
     done = jobs.run([*launcher, *command], cwd=ROOT, env=environment, timeout=TIMEOUT, merged=True)
     return Finished(done.returncode, done.stdout)
 
@@ -94,9 +90,8 @@ def two_nodes(command: Sequence[str]) -> tuple[Finished, Finished]:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     address = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", port)
-    first, second = ThreadPoolExecutor(2).map(
-        lambda rank: torchrun(command, rendezvous=(*address, "--node-rank", rank)), ("0", "1")
-    )
+    places = [(*address, "--node-rank", rank) for rank in ("0", "1")]
+    first, second = ThreadPoolExecutor(2).map(lambda place: torchrun(command, meets=place), places)
     return first, second
 
 
@@ -267,6 +262,5 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
 
 def same_bits(one: Recorded, other: Recorded) -> bool:
     """Return whether two runs ended with exactly the same parameters."""
-    return one.params.keys() == other.params.keys() and all(
-        torch.equal(tensor, other.params[name]) for name, tensor in one.params.items()
-    )
+    names = one.params.keys()
+    return names == other.params.keys() and all(torch.equal(one.params[name], other.params[name]) for name in names)

@@ -19,10 +19,8 @@ from tests.megatron.parity.run import Bench
 from tests.megatron.test_adagc import ADAGC, SIMREG, Ran, start
 
 STEPS = 14
-OBJECTIVE = (
-    *(*SIMREG, "--simreg-similarity", "learnable", "--dist-ckpt-strictness", "log_all"),
-    *("--simreg-warmup-iters", str(STEPS)),
-)
+OBJECTIVE = (*SIMREG, "--simreg-similarity", "learnable", "--simreg-warmup-iters", str(STEPS))
+OBJECTIVE += ("--dist-ckpt-strictness", "log_all")
 FIRST_SCALE = 2**20
 RISING = ("--initial-loss-scale", str(FIRST_SCALE), "--hysteresis", "1", "--loss-scale-window", "2")
 

@@ -44,10 +44,7 @@ GUARDS = {
     "fp16": ("--fp16", "--initial-loss-scale", "1024", *UNCHECKED),
 }
 NUMBERS = ("nan", "inf")
-SENTENCES = (  # of Megatron
-    r"found (NaN|Inf) in local forward loss",
-    r"found (NaN|Inf) in local grad norm",
-)
+SENTENCES = (r"found (NaN|Inf) in local (forward loss|grad norm)",)  # of Megatron
 OURS = "the SimReg term is not finite while the language-model loss is: the step is stopped"
 
 

@@ -43,8 +43,7 @@ FLAGS = (
 
 def numbers(*words: str, processes: int = 1) -> list[float]:
     """Losses, SimReg's loss and positive cosine, and gradient norms of all steps, as Megatron logs them."""
-    environment = {"PYTHONPATH": f"{TREE}:{runs.ROOT}"}
-    done = runs.torchrun(["-m", "tests.megatron.test_varlen", *words], processes=processes, env=environment)
+    done = runs.torchrun(["-m", "tests.megatron.test_varlen", *words], processes, PYTHONPATH=f"{TREE}:{runs.ROOT}")
     assert done.status == 0, done.output[-3000:]
     found = re.findall(r"(?:simreg loss|positive cosine|lm loss|grad norm): ([\d.E+-]+)", done.output)
     return list(map(float, found))

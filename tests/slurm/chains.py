@@ -117,9 +117,8 @@ def submit(cluster: Cluster, output: Path, run: Sequence[str], *options: str) ->
     settings = output.parent / "cluster.env"
     settings.write_text(SITE)
     command = ["bash", str(SUBMIT), "--cluster", str(settings), "--nodes", "2", "--reserve", "0.5", *options]
-    answer = cluster.ask(
-        *command, SCRIPT, *run, "--output", str(output), environment={"PYTHONPATH": python_path(runs.ROOT)}
-    )
+    own = {"PYTHONPATH": python_path(runs.ROOT)}
+    answer = cluster.ask(*command, SCRIPT, *run, "--output", str(output), environment=own)
     match = re.search(r"as job (\d+)", answer)
     assert match, answer
     return Chain(cluster, output, match[1])

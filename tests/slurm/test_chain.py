@@ -41,9 +41,7 @@ def test_what_is_submitted_is_what_the_dry_run_printed(cluster, text, tmp_path: 
     command = ["bash", str(chains.SUBMIT), *site, "--nodes", "2", "--reserve", "0.5"]
     run = [chains.SCRIPT, *words(text, SHORT), "--output", str(chain.output)]
     printed = cluster.ask(*command, "--slices", "1", "--dry-run", *run)
-    script = [
-        line for line in printed.splitlines() if not line.startswith("> ")
-    ]  # notes are on standard error, here, too
+    script = [line for line in printed.splitlines() if not line.startswith("> ")]  # without notes
     assert script[0] == "#!/bin/bash" and held.splitlines() == script
 
 

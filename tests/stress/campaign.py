@@ -45,19 +45,15 @@ class Table:
         if line[0] == "batches":
             self.batches[line[1]] = int(line[2])
         elif line[0] != Row._fields[0]:
-            size, impl, kind, cases, value, gradient, not_finite = line
-            self.rows[size, impl, kind] = Row(
-                size, impl, kind, int(cases), float(value), float(gradient), int(not_finite)
-            )
+            cases, value, gradient, not_finite = line[3:]
+            self.rows[tuple(line[:3])] = Row(*line[:3], int(cases), float(value), float(gradient), int(not_finite))
 
     def add(self, new: Row) -> None:
         place = new.size, new.impl, new.kind
         old = self.rows.get(place, new._replace(cases=0, not_finite=0))
+        counts = {"cases": old.cases + new.cases, "not_finite": old.not_finite + new.not_finite}
         self.rows[place] = new._replace(
-            cases=old.cases + new.cases,
-            value=max(old.value, new.value),
-            gradient=max(old.gradient, new.gradient),
-            not_finite=old.not_finite + new.not_finite,
+            value=max(old.value, new.value), gradient=max(old.gradient, new.gradient), **counts
         )
 
     def keep(self) -> None:

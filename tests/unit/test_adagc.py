@@ -22,9 +22,7 @@ def trajectory(norms: list[tuple[float, float]], **options: object) -> tuple[Ten
 
 def test_ag1() -> None:
     coefficients, gammas = trajectory(NORMS, warmup_iters=3)
-    expected = [
-        (0.2, 0.2), (0.5, 0.5), (0.384615, 0.384615), (1, 1), (0.311740, 1), (1, 0.0798350), (1, 1)
-    ]  # fmt: skip
+    expected = [(0.2, 0.2), (0.5, 0.5), (0.384615, 0.384615), (1, 1), (0.31174, 1), (1, 0.0798350), (1, 1)]
     torch.testing.assert_close(coefficients, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
     expected = [
         (0.6, 0.8), (0.6, 0.8), (0.6, 0.384615), (0.599499, 0.384669), (0.599739, 0.383822), (0.598742, 0.383976),

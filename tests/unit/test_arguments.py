@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron import SimRegConfig, install
-from simreg_megatron.config.flags import (
-    adagc_differences_to_checkpoint,
-    adagc_from_args,
-    config_from_args,
-    differences_to_checkpoint,
-)
+from simreg_megatron.config.flags import adagc_differences_to_checkpoint as adagc_differences
+from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.plugin import installation, loop
 from simreg_megatron.plugin.arguments import add_simreg_arguments
@@ -183,7 +179,7 @@ CHANGES_OF_ADAGC = [
 @pytest.mark.parametrize(("before", "now", "line"), CHANGES_OF_ADAGC)
 def test_a_resume_logs_what_changed_of_adagc(before: str, now: str, line: str) -> None:
     both = parser().parse_args(before.split()), parser().parse_args(now.split())
-    lines = adagc_differences_to_checkpoint(*both)
+    lines = adagc_differences(*both)
     assert differences_to_checkpoint(*both) == []
     assert len(lines) == 1 and lines[0].startswith(line), lines
 
@@ -206,9 +202,8 @@ class TestAnUnreadableRecord:
 
     @pytest.mark.parametrize(("record", "name", "_"), RECORDS)
     def test_a_run_without_such_settings_resumes(self, record, name, _, monkeypatch) -> None:
-        with pytest.warns(
-            UserWarning, match=f"settings of {name} cannot be read .*: the run resumes without"
-        ) as caught:
+        sentence = f"settings of {name} cannot be read .*: the run resumes without"
+        with pytest.warns(UserWarning, match=sentence) as caught:
             assert self.resume(record, "", monkeypatch) == "goes on"
         assert len(caught) == 1 and str(caught[0].message).isprintable()
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The baselines against independently computed numbers on the fixture F1, and against written-out loops."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -76,6 +77,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "sce exclude self": lambda *given, **options: sce_loss(*given, exclude_self=True, **options),
     "cpretrain": cpretrain_loss,
 }
+HALVES = (slice(5), slice(5, 9))  # of 9 tokens
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
@@ -130,11 +132,8 @@ def test_nothing_to_compare_is_zero_and_finite(loss: Callable[..., Tensor], case
 def test_simcse_is_the_written_out_sum() -> None:
     rows, _, valid = tokens(2, (3, 9))
     valid[2, 5:] = False  # no second half: it takes no part, not even as a negative
-    halves = [
-        [F.normalize(rows[b, part][valid[b, part]].mean(0), dim=0) for part in (slice(5), slice(5, 9))]
-        for b in range(2)
-    ]
-    logits = torch.stack([torch.stack([first @ second for _, second in halves]) for first, _ in halves]) / 0.05
+    first, second = (torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(2)]) for part in HALVES)
+    logits = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T / 0.05
     expected = -logits.log_softmax(-1).diagonal().mean()
     torch.testing.assert_close(simcse_loss(rows, valid=valid), expected)
     assert torch.autograd.gradcheck(lambda x: simcse_loss(x, valid=valid, temperature=0.5), rows.requires_grad_())
@@ -210,19 +209,15 @@ def test_dropout_views_drop_a_tenth_and_belong_to_the_sequence() -> None:
 def test_dropout_is_differentiable_and_leaves_the_generator_alone() -> None:
     rows, labels, valid = tokens(2, (3, 9))
     state = torch.get_rng_state()
-    assert torch.autograd.gradcheck(
-        lambda x: simcse_loss(x, labels, valid=valid, temperature=0.5, view="dropout"), rows.requires_grad_()
-    )
+    loss = functools.partial(simcse_loss, labels=labels, valid=valid, temperature=0.5, view="dropout")
+    assert torch.autograd.gradcheck(loss, rows.requires_grad_())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_cpretrain_on_sequences_is_symmetric() -> None:
     rows, labels, valid = tokens(2, (3, 9))
-    first, second = (
-        F.normalize(torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3)]), dim=-1)
-        for part in (slice(5), slice(5, 9))
-    )
-    logits, targets = first @ second.T / 0.1, torch.arange(3)
+    first, second = (torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3)]) for part in HALVES)
+    logits, targets = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T / 0.1, torch.arange(3)
     expected = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
     torch.testing.assert_close(cpretrain_loss(rows, labels, valid=valid, level="sequence"), expected)
     assert abs(F.cross_entropy(logits, targets) - expected) > 1e-3
@@ -231,17 +226,13 @@ def test_cpretrain_on_sequences_is_symmetric() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_learned_scale(level: str) -> None:
     rows, labels, valid = tokens(2, (3, 9))
-    theta = torch.tensor([math.log(5.0)], dtype=torch.float64, requires_grad=True)
-    loss = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=theta)
-    torch.testing.assert_close(loss, cpretrain_loss(rows, labels, valid=valid, level=level, temperature=0.2))
-    assert torch.autograd.gradcheck(
-        lambda given: cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=given), theta
-    )
-    most = torch.tensor([9.0], dtype=torch.float64, requires_grad=True)
-    capped = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=most)
-    torch.testing.assert_close(capped, cpretrain_loss(rows, labels, valid=valid, level=level, temperature=0.01))
-    limit = torch.tensor([math.log(LARGEST_SCALE)], dtype=torch.float64, requires_grad=True)
-    at_limit = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=limit)
+    loss = functools.partial(cpretrain_loss, rows, labels, valid=valid, level=level)
+    scales = ([value] for value in (math.log(5.0), 9.0, math.log(LARGEST_SCALE)))
+    theta, most, limit = (torch.tensor(scale, dtype=torch.float64, requires_grad=True) for scale in scales)
+    torch.testing.assert_close(loss(log_scale=theta), loss(temperature=0.2))
+    assert torch.autograd.gradcheck(lambda given: loss(log_scale=given), theta)
+    capped, at_limit = loss(log_scale=most), loss(log_scale=limit)
+    torch.testing.assert_close(capped, loss(temperature=0.01))
     pull, pull_at_limit = (torch.autograd.grad(value, scale)[0] for value, scale in ((capped, most), (at_limit, limit)))
     torch.testing.assert_close(pull, pull_at_limit)
     assert pull > 0, "without it the scale would stay at the limit for ever"
@@ -270,15 +261,12 @@ def test_bad_options_are_refused(call: Callable[..., Tensor], sentence: str) -> 
 
 def test_a_learned_scale_starts_at_the_temperature() -> None:
     def start(**settings: float) -> dict[str, dict[str, float]]:
-        return learnable.wanted(
-            SimRegConfig(lambda_=1, objective="cpretrain", objective_options="scale=learned", **settings)
-        )
+        learned = {"objective": "cpretrain", "objective_options": "scale=learned"}
+        return learnable.wanted(SimRegConfig(lambda_=1, **learned, **settings))
 
     assert start()["cpretrain"]["log_scale"] == pytest.approx(math.log(10.0))
     assert start(temperature=0.02)["cpretrain"]["log_scale"] == pytest.approx(math.log(50.0))
-    with pytest.raises(
-        ValueError, match=r"starts at 1 / temperature and grows up to 100: give a temperature above 0\.01"
-    ):
+    with pytest.raises(ValueError, match=r"1 / temperature and grows up to 100: give a temperature above 0\.01"):
         start(temperature=0.01)
 
 

@@ -50,11 +50,9 @@ def cells(row: Row) -> tuple[str, ...]:
     cell, gap = row.cell, row.difference
     objective = ", ".join(word for word in (cell.objective.name, cell.mode.name, _aside(row)) if word)
     reference = cell.oracle.replace("_", " ") + " oracle" if cell.oracle else cell.reference.name
-    measured = (
-        (f"{gap.loss:.1e}", f"{gap.norm:.1e}", f"{gap.grad:.1e}", f"{gap.logged:.1e}", f"{row.share:.2f}")
-        if gap
-        else ("-",) * 5
-    )
+    measured = ["-"] * 5
+    if gap:
+        measured = [*(f"{value:.1e}" for value in (gap.loss, gap.norm, gap.grad, gap.logged)), f"{row.share:.2f}"]
     head = (cell.model, cell.layout.name, objective, str(cell.processes), reference)
     return (*head, *measured, f"{cell.bound.grad:.0e}", row.verdict, f"{row.seconds:.1f}")
 
@@ -74,11 +72,9 @@ def headline(rows: Sequence[Row]) -> str:
 def print_row(console: Console, row: Row) -> None:
     """A line as soon as the row is known; the table follows when all are."""
     gap = row.difference
-    measured = (
-        f"{gap.grad:.1e} in {gap.parameter}, {gap.logged:.1e} in {gap.value or 'no value'}" if gap else row.trouble
-    )
+    found = f"{gap.grad:.1e} in {gap.parameter}, {gap.logged:.1e} in {gap.value or 'no value'}" if gap else row.trouble
     style = "" if row.as_expected else "bold red"
-    console.print(f"{row.verdict:18} {row.seconds:5.1f} s  {row.cell.name}  {measured}", style=style, markup=False)
+    console.print(f"{row.verdict:18} {row.seconds:5.1f} s  {row.cell.name}  {found}", style=style, markup=False)
 
 
 def print_table(console: Console, rows: Sequence[Row]) -> None:
@@ -116,7 +112,5 @@ def _rows_of_markdown(rows: Iterable[Sequence[str]]) -> list[str]:
 def _machine() -> str:
     from importlib.metadata import version
 
-    versions = (
-        f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {version('megatron-core')}"
-    )
-    return f"{versions}; {os.cpu_count()} CPU cores, no GPU, gloo."
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{versions}, megatron-core {version('megatron-core')}; {os.cpu_count()} CPU cores, no GPU, gloo."
