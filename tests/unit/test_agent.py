@@ -20,17 +20,13 @@ def started(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return jobs.run([*command, *words])
 
 
+OWN_END = ("print('error: no such file', file=sys.stderr); sys.exit(2)", 2, "error: no such file")
+OUT_OF_MEMORY = "error: rank 1 was ended by SIGKILL, which the system does when memory runs out"
+KILLED = ("os.kill(os.getpid(), 9)", 137, OUT_OF_MEMORY)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("end", "status", "last"),
-    [
-        pytest.param("print('error: no such file', file=sys.stderr); sys.exit(2)", 2, "error: no such file", id="own"),
-        pytest.param(
-            "os.kill(os.getpid(), 9)", 137,
-            "error: rank 1 was ended by SIGKILL, which the system does when memory runs out", marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("end", "status", "last"), [OWN_END, pytest.param(*KILLED, marks=pytest.mark.slow)])
 def test_it_ends_as_its_processes(end: str, status: int, last: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n")
@@ -53,19 +49,14 @@ def test_the_status_of_an_end(rank: int, exitcode: int, status: int, said: str, 
     assert capsys.readouterr().err.strip() == said
 
 
-NODES = [
-    (["--nnodes", "2"], True),
-    (["--nnodes=2", "--master-addr", "here"], False),
-    (["--nnodes=1:4", "--rdzv-endpoint", "h:1"], False),
-    ([], False),
-]
+WITH_ADDRESS = ["--nnodes=2 --master-addr here", "--nnodes=1:4 --rdzv-endpoint h:1", ""]
 
 
-@pytest.mark.parametrize(("words", "refused"), NODES)
-def test_several_nodes_need_an_address(words: list[str], refused: bool) -> None:
+@pytest.mark.parametrize(("words", "refused"), [("--nnodes 2", True), *((words, False) for words in WITH_ADDRESS)])
+def test_several_nodes_need_an_address(words: str, refused: bool) -> None:
     """(The functions of start.bash alone: nothing is started.)"""
     asked = 'source "$1"; shift; count_gpus() { echo 1; }; split_words "$@"; complete_torchrun; demand_address'
-    done = jobs.run(["bash", "-c", asked, "bash", str(ROOT / "launch" / "start.bash"), *words])
+    done = jobs.run(["bash", "-c", asked, "bash", str(ROOT / "launch" / "start.bash"), *words.split()])
     assert (done.returncode == 2 and "give --master-addr HOST" in done.stderr) == refused, done.stderr
     assert done.returncode == (2 if refused else 0)
 

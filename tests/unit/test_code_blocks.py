@@ -22,10 +22,7 @@ from tests.megatron import runs
 LANGUAGES = {"bash", "console", "python", "text", "toml", "yaml"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 NOT_RUN = {
-    (
-        "docs/existing-pipeline.md",
-        "from megatron.bridge",
-    ): "needs Megatron-Bridge, which make test-te has; tests/megatron runs the callback's protocol",
+    ("docs/existing-pipeline.md", "from megatron.bridge"): "needs Megatron-Bridge; bridge_script.py has its protocol",
     ("docs/existing-pipeline.md", "from examples.heatmap"): "needs files of the probe; the demo draws its own this way",
     ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it with stand-ins for ms-swift",
     ("docs/ecosystem.md", "# my_configs.py"): "needs torchtitan; test_titan.py trains with such a config",
@@ -145,13 +142,8 @@ def commands_in_words(page: Path) -> Iterator[tuple[int, str]]:
 @pytest.mark.megatron
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands_in_words(page))], ids=name_of)
 def test_commands_and_flags_between_words_exist(page: Path, megatron: frozenset[str]) -> None:
-    found = [
-        f"{line}: {said}"
-        for line, text in commands_in_words(page)
-        for words in commands(text)
-        for said in complaints(words, megatron)
-    ]
-    assert found == []
+    given = [(line, words) for line, text in commands_in_words(page) for words in commands(text)]
+    assert [f"{line}: {said}" for line, words in given for said in complaints(words, megatron)] == []
 
 
 # ---- output --------------------------------------------------------------------------------------------------------
@@ -182,11 +174,11 @@ def is_shown(shown: str, printed: str) -> bool:
 CONSOLES = [(block, command, shown) for block in of("console") for command, shown in sessions(block)]
 
 
-@pytest.mark.parametrize(
-    ("block", "command", "shown"),
-    quick_rows(CONSOLES, lambda row: not row[1].startswith("bash launch/")),  # those import Megatron
-    ids=[f"{at(b)} {c}" for b, c, _ in CONSOLES],
-)
+NAMES = [f"{at(block)} {command}" for block, command, _ in CONSOLES]
+SHOWN = quick_rows(CONSOLES, lambda row: not row[1].startswith("bash launch/"))  # those import Megatron
+
+
+@pytest.mark.parametrize(("block", "command", "shown"), SHOWN, ids=NAMES)
 def test_output_is_what_the_command_prints(block: Block, command: str, shown: str) -> None:
     environment = {name: value for name, value in ALONE.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"

@@ -380,13 +380,10 @@ def slime_step(model: Any, hook: Callable | None, loss_function: Callable) -> tu
 def slime_labels() -> Tensor:
     """[1, T]: a token's label where it is of a response and not masked, else -100."""
     labels, end = torch.full((1, TOTAL), -100), 0
-    for tokens, total, response, mask in zip(
-        slime_batch()["unconcat_tokens"], LENGTHS, RESPONSES, slime_batch()["loss_masks"], strict=True
-    ):
+    for total, response, mask in zip(LENGTHS, RESPONSES, slime_batch()["loss_masks"], strict=True):
         end += total
-        for place in range(response):
-            if mask[place]:
-                labels[0, end - response + place - 1] = tokens[total - response + place]
+        own = row()[0][0, end - response : end]
+        labels[0, end - response - 1 : end - 1] = own.masked_fill(mask == 0, -100)
     return labels
 
 
@@ -650,14 +647,11 @@ def test_contract(check: str, tmp_path: Path) -> None:
 def names() -> dict[str, Any]:
     """Run the page's code up to the training, and return its names."""
     pytest.importorskip("transformers")
-    (block,) = [
-        block
-        for block in blocks(ROOT / "docs/ecosystem.md")
-        if block.language == "python" and "TrainingArguments" in block.text
-    ]
-    found: dict[str, Any] = {}
-    exec(block.text.split("text = ")[0], found)
-    return found
+    found = (block for block in blocks(ROOT / "docs/ecosystem.md") if "TrainingArguments" in block.text)
+    (block,) = (block for block in found if block.language == "python")
+    names: dict[str, Any] = {}
+    exec(block.text.split("text = ")[0], names)
+    return names
 
 
 def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,9 @@ from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import layers, refusals
 
 
-@pytest.mark.parametrize(
-    ("given", "layers"),
-    [("final", ("final",)), ("12, 3,final,3", (3, 12, "final")), ((2, "final"), (2, "final")), (7, (7,))],
-)
-def test_layers_are_read(given, layers) -> None:
-    assert SimRegConfig(layers=given).layers == layers
+def test_layers_are_read() -> None:
+    given = {"final": ("final",), "12, 3,final,3": (3, 12, "final"), (2, "final"): (2, "final"), 7: (7,)}
+    assert {layers: SimRegConfig(layers=layers).layers for layers in given} == given
 
 
 def test_a_placement_without_effect_is_refused() -> None:
@@ -72,20 +69,19 @@ def test_decoders_that_lack_a_state_are_refused() -> None:
         refusals.refuse_decoder(SimRegConfig(layers=1), torch.nn.Linear(1, 1))
 
 
+GROUPS = [(1, "uniform", None), (3, "block", None), (2, "uniform", 6), (3, "uniform", 7), (8, "uniform", 8)]
+
+
 @pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("size", "method", "groups_last"),
-    [(1, "uniform", None), (3, "block", None), (2, "uniform", 6), (3, "uniform", 7), (8, "uniform", 8)],
-)
+@pytest.mark.parametrize(("size", "method", "groups_last"), GROUPS)
 def test_layers_inside_a_group_that_is_recomputed_as_one_are_refused(size, method, groups_last) -> None:
     """Layers 5 to 8 are here; a group ends with its last layer, or with the last one here."""
     flags = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": size}
     decoder = block(5, 6, 7, 8, last=False, **flags)
     refusals.refuse_decoder(SimRegConfig(layers=f"{groups_last or 5},8"), decoder)
     if groups_last is not None:
-        with pytest.raises(
-            NotImplementedError, match=f"5 lies inside a group of {size} layers .* last layer, {groups_last},"
-        ):
+        sentence = f"5 lies inside a group of {size} layers .* last layer, {groups_last},"
+        with pytest.raises(NotImplementedError, match=sentence):
             refusals.refuse_decoder(SimRegConfig(layers=5), decoder)
 
 

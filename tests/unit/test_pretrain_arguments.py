@@ -13,16 +13,9 @@ PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_para
 
 
 def arguments(**given: object) -> SimpleNamespace:
-    usual = {
-        PIPELINE: 1,
-        VIRTUAL: None,
-        "context_parallel_size": 1,
-        "reset_attention_mask": False,
-        "transformer_impl": "local",
-        "dataloader_inter_document_masking": False,
-        "micro_batch_size": 2,
-    }
-    return SimpleNamespace(**{"sft": False, **usual, **given})
+    usual = {PIPELINE: 1, VIRTUAL: None, "context_parallel_size": 1, "transformer_impl": "local", "micro_batch_size": 2}
+    usual |= dict.fromkeys(("sft", "reset_attention_mask", "dataloader_inter_document_masking"), False)
+    return SimpleNamespace(**usual | given)
 
 
 LOST_MASKS = [

@@ -139,9 +139,8 @@ def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
     for rows in (4, 8, 12):
         assert torch.equal(main_hidden_states(states[:rows], shard), states[:4])
     for rows in (3, 5, 7):
-        with pytest.raises(
-            RuntimeError, match=rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
-        ):
+        sentence = rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
+        with pytest.raises(RuntimeError, match=sentence):
             main_hidden_states(states[:rows], shard)
 
 
@@ -244,9 +243,8 @@ def megatrons_line(total_loss_dict: dict, iteration: int, skipped_iter: int) -> 
     """As `training_log` prints it, from 0.12 on to 0.19."""
     total_loss_dict["advanced iterations"] = 5
     averages = {name: total.item() / 5 for name, total in total_loss_dict.items() if name != "advanced iterations"}
-    print(
-        f" iteration {iteration} |" + "".join(f" {name}: {mean:.6E} |" for name, mean in averages.items() if mean > 0)
-    )
+    shown = (f" {name}: {mean:.6E} |" for name, mean in averages.items() if mean > 0)
+    print(f" iteration {iteration} |" + "".join(shown))
 
 
 def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,13 +272,9 @@ def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.Captur
 def test_an_optimizer_of_other_scalars_is_named() -> None:
     error = ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
     plain, config = SimRegConfig(lambda_=1), SimRegConfig(lambda_=1, similarity="learnable")
-    with pytest.raises(
-        RuntimeError, match=r"trained no scalars of SimReg, and .* simreg_similarity\.query and .*optim"
-    ):
+    with pytest.raises(RuntimeError, match=r"no scalars of SimReg, and .* simreg_similarity\.query and .*optim"):
         learnable.explain(error, config, plain)
-    with pytest.raises(
-        RuntimeError, match=r"trained simreg_similarity\.query and .* train no scalars of SimReg: resume"
-    ):
+    with pytest.raises(RuntimeError, match=r"simreg_similarity\.query and .* train no scalars of SimReg: resume"):
         learnable.explain(error, plain, config)
     learnable.explain(error, config, config)
     learnable.explain(error, config)

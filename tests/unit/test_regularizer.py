@@ -21,10 +21,8 @@ from tests.helpers.fixtures import One
 BATCH, LENGTH, WIDTH = 2, 12, 8
 
 
-MODEL = SimpleNamespace(
-    config=SimpleNamespace(sequence_parallel=False, hidden_size=256),
-    pg_collection=SimpleNamespace(tp=One(), cp=One(), dp_cp=One()),
-)
+GROUPS = SimpleNamespace(tp=One(), cp=One(), dp_cp=One())
+MODEL = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False, hidden_size=256), pg_collection=GROUPS)
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +63,8 @@ def test_value_of_the_loss_gradient_of_both(weight) -> None:
     assert torch.equal(loss.grad, upstream)
 
     expected = hidden.detach().clone().requires_grad_()
-    terms = simreg_loss(
-        expected.transpose(0, 1), labels, temperature=0.1, valid=mask > 0, chunk_size=5, reduction="none"
-    )
+    options = {"temperature": 0.1, "valid": mask > 0, "chunk_size": 5, "reduction": "none"}
+    terms = simreg_loss(expected.transpose(0, 1), labels, **options)
     number = 5.0 if weight == "auto" else weight  # 10 * sqrt(256 / 1024)
     (number * terms * upstream).sum().backward()
     torch.testing.assert_close(hidden.grad, expected.grad, rtol=1e-12, atol=1e-14)
@@ -422,9 +419,8 @@ def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None
 
     expected = hidden.detach().transpose(0, 1).clone().requires_grad_()
     documents = torch.tensor([[0] * 12, [0] * 3 + [1] * 9]) if document_mask else None
-    terms = simreg_loss(
-        expected, labels, temperature=0.1, valid=mask > 0, chunk_size=5, documents=documents, reduction="none"
-    )
+    options = {"temperature": 0.1, "valid": mask > 0, "chunk_size": 5, "documents": documents}
+    terms = simreg_loss(expected, labels, reduction="none", **options)
     terms.sum().backward()
     torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)
 

@@ -13,9 +13,8 @@ from benchmarks.scale import LAYOUTS, Case, cost_of, described, plans_of, sent_b
 from tests.helpers.old_torch import OLD_TORCH
 from tests.helpers.quick import quick
 
-pytestmark = pytest.mark.skipif(
-    OLD_TORCH, reason="an older torch asks for a driver when it frees CUDA tensors without memory"
-)
+REASON = "an older torch asks for a driver when it frees CUDA tensors without memory"
+pytestmark = pytest.mark.skipif(OLD_TORCH, reason=REASON)
 CASES = list(scale.cases())
 KEPT = records.read(RESULTS / "scale.csv")
 SMALL = Case(Layout(tensor=2, context=2, data=2, sequence_parallel=True), 2, 2048, 4096, chunk=1024)

@@ -235,9 +235,8 @@ def test_a_zero_row_is_as_if_masked_however_its_partner_is(which: str) -> None:
 def test_an_output_layer_of_zeros_has_no_term_yet() -> None:
     """As some begin: what the plugin computes is 0 and finite, and it becomes a term with the first rows."""
     rows, labels = random_tokens((2, 8, 6), num_labels=3)
-    config = SimRegConfig(
-        lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head,trains=none", chunk_size=4
-    )
+    options = "pairs=hidden-head,trains=none"
+    config = SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options, chunk_size=4)
     shard, hidden = SequenceShard(ShardLayout(8)), rows.transpose(0, 1).clone().requires_grad_()
     everyone = torch.ones_like(labels, dtype=torch.bool)
 

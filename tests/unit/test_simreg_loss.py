@@ -99,10 +99,9 @@ def test_any_integer_type_of_labels_and_documents(dtype: torch.dtype) -> None:
     labels = labels.masked_fill(labels == 5, 255 if dtype == torch.uint8 else 5)
     options = {"temperature": 0.1, "valid": labels != 7, "chunk_size": 5, "chunk_weight": "count-corrected"}
     documents = (torch.arange(labels.shape[-1]) // 4 % 2 * 255).expand_as(labels)
-    found, expected = (
-        simreg_loss(rows, labels.to(kind), documents=documents.to(kind), **options) for kind in (dtype, torch.long)
-    )
-    assert torch.equal(found, expected)
+    types = (dtype, torch.long)
+    losses = [simreg_loss(rows, labels.to(kind), documents=documents.to(kind), **options) for kind in types]
+    assert torch.equal(*losses)
 
 
 NOTHING_TO_COMPARE = {  # labels and valid of a sequence
@@ -263,9 +262,8 @@ def test_documents_are_sequences_of_their_own(self_positive: str, chunk_size: in
                     expected[b, at] = alone.to(expected.dtype)
     torch.testing.assert_close(got, expected, **TIGHT)
     upstream = torch.rand(2, LENGTH, dtype=torch.float64)
-    torch.testing.assert_close(
-        gradient_of(got, embeddings, upstream), gradient_of(expected, embeddings, upstream), **TIGHT
-    )
+    gradients = (gradient_of(terms, embeddings, upstream) for terms in (got, expected))
+    torch.testing.assert_close(*gradients, **TIGHT)
     unlimited = simreg_loss(embeddings, labels, valid=valid, chunk_size=chunk_size, **options)
     assert not torch.allclose(got, unlimited, rtol=1e-2), "borders must matter in this sample"
 

@@ -52,32 +52,24 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         monkeypatch.setenv(name, value)
 
     def asked(line: str) -> tuple[int, str]:
-        program, *words = shlex.split(line)
+        ranks, program, *words = ("1", *shlex.split(line))
+        if program.isdecimal():  # the number of ranks
+            ranks, program, *words = program, *words
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setattr(sys, "argv", [program, *words])
+        monkeypatch.setattr(launcher.signal, "signal", lambda *_: None)  # pytest's own Ctrl-C stays
         capsys.readouterr()
-        if program == "simreg-megatron":
-            try:
-                status = cli.main(words)
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-            said, erred = capsys.readouterr()
-        else:
-            ranks = "1"
-            if program.isdecimal():  # the number of ranks
-                ranks, (program, *words) = program, words
-            monkeypatch.setenv("WORLD_SIZE", ranks)
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-            monkeypatch.setattr(sys, "argv", [program, *words])
-            monkeypatch.setattr(launcher.signal, "signal", lambda *_: None)  # pytest's own Ctrl-C stays
-            try:
-                submit.main() if program == "submit" else launcher.main(program)
-                status = 0
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-            said, erred = capsys.readouterr()
+        start = {"submit": submit.main, "simreg-megatron": lambda: cli.main(words)}.get(program)
+        try:
+            status = start() if start else launcher.main(program)
+        except SystemExit as ended:
+            status = ended.code
+        said, erred = capsys.readouterr()
         text = (erred or said).strip()
         old = "No CUDA runtime is found"  # said by some releases of torch, which is no error
         line = next((each for each in text.splitlines() if not each.startswith(old)), "")
-        return status, " ".join(text.split()) if line.lower().startswith("usage: ") else line
+        return int(status or 0), " ".join(text.split()) if line.lower().startswith("usage: ") else line
 
     return asked
 
@@ -157,9 +149,8 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     monkeypatch.setattr(launcher, "_say", said.append)
     assert ask("llama --dry-run --data data/mine/trian --tokenizer data/mine/tokenizer.model")[0] == 0
     assert "--train-iters" in said[0] and "SimReg is off: add --simreg-lambda 1" in said[0]
-    assert said[1].startswith(
-        "# note      the run itself would be refused on this machine: there is no data/mine/trian"
-    )
+    refused = "the run itself would be refused on this machine: there is no data/mine/trian"
+    assert said[1].startswith(f"# note      {refused}")
     assert ask(f"llama {OWN.replace('train', 'trian')}")[0] == 2, "the run itself"
     said.clear()
     monkeypatch.delenv("SIMREG_CPU")
@@ -323,9 +314,8 @@ for words in sys.stdin.read().splitlines():
     mismatch = "Megatron refuses these flags together: Mismatch: 0 middle layers remaining"
     found = [*rows(TOGETHER), (of_the_model, mismatch)]
     asked = "\n".join([*(words for words, _ in found), "--simreg-lambda 1"])
-    done = jobs.run(
-        [sys.executable, "-c", script], input=asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path(ROOT)}
-    )
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    done = jobs.run([sys.executable, "-c", script], input=asked, cwd=tmp_path, env=environment)
     answers = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
     assert len(answers) == len(found) + 1, done.stderr
     for answer, (_, said) in zip(answers, found, strict=False):
