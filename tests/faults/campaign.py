@@ -138,7 +138,6 @@ class Campaign:
 
 
 def complaints(fault: Fault, life: Life, loss: judge.Loss) -> list[str]:
-    """List further violations, apart from the weights."""
     wrong = []
     if not life.struck:
         wrong.append("nothing struck")

@@ -12,13 +12,11 @@ ROOM = 256 << 20
 
 
 def are_allowed() -> bool:
-    """Only root may mount."""
     return os.geteuid() == 0
 
 
 @contextmanager
 def small(folder: Path, size: int = ROOM) -> Iterator[None]:
-    """A disk in memory of `size` bytes at `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
     try:

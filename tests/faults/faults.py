@@ -40,8 +40,6 @@ _COMMAND_EVERY = 7
 
 @dataclass(frozen=True)
 class Fault:
-    """One run that is struck."""
-
     layout: str
     kind: str
     moment: str

@@ -31,8 +31,6 @@ _TIMED_OUT = 124
 
 @dataclass
 class Life:
-    """The outcome of one run."""
-
     output: Path
     starts: list[StartLog] = field(default_factory=list)
     struck: list[str] = field(default_factory=list)  # marks of the strikes that happened
@@ -57,7 +55,6 @@ class Runner:
         self._groups: set[int] = set()
 
     def live(self, attempt: int = 0) -> Life:
-        """All starts, from the first one to the run's end."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.notes.mkdir(parents=True)
         planned = [] if self.fault.kind == NONE else drawn_strikes(self.fault, *self._places(), attempt)

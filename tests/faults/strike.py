@@ -33,8 +33,6 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Strike:
-    """One strike at one start of a run."""
-
     kind: str  # "none" only counts events
     when: str  # "step", "save", "write", "resume"; "clock" is struck from outside
     number: int  # of the step, or of the event, from 1
@@ -65,8 +63,6 @@ def retire() -> None:
 
 
 class Armed:
-    """A strike that waits for its moment."""
-
     def __init__(self, strike: Strike) -> None:
         self.strike = strike
         self.notes, self.output = Path(strike.notes), strike.output + os.sep
@@ -141,8 +137,6 @@ class Armed:
 
 
 class InjectedError(RuntimeError):
-    """The exception that is raised in a rank."""
-
     def __init__(self, *args: object) -> None:
         super().__init__(*(args or ("an injected exception",)))
 
@@ -154,7 +148,6 @@ def _writes(mode: Any, flags: Any) -> bool:
 
 
 def act(strike: Strike) -> None:
-    """Do it, in this process."""
     if strike.kind in FROM_OUTSIDE:
         return
     if strike.kind in SIGNALS:

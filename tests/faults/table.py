@@ -17,7 +17,6 @@ _LONGEST = 110
 
 
 def table(rows: Sequence[Record]) -> Iterator[str]:
-    """Lines of Markdown."""
     yield "| fault | " + " | ".join(LAYOUTS) + " | steps lost, at most | s to go on | said most often |"
     yield "| --- " * (len(LAYOUTS) + 4) + "|"
     for kind in MOMENTS:
@@ -55,5 +54,4 @@ def _said(rows: Iterable[Record]) -> str:
 
 
 def publish(rows: Sequence[Record], results: Path) -> None:
-    """Write the table next to the rows."""
     results.with_suffix(".md").write_text("\n".join(table(rows)) + "\n", encoding="utf-8")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many combinations: each batch draws from its own number, and a table of what they came to keeps growing."""
 
-import csv
 import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import records
 from tests.flags.combination import Combination
 from tests.flags.judge import RAN, WRONG, Verdict, apart, judged
 from tests.flags.life import live
@@ -34,10 +34,8 @@ class Table:
         self._path = path
         self.rows: dict[tuple[str, str], Row] = {}
         self.batches = 0
-        if path.is_file():
-            with path.open(newline="", encoding="utf-8") as file:
-                for line in csv.DictReader(file):
-                    self._read(line)
+        for line in records.read(path) if path.is_file() else ():
+            self._read(line)
 
     def _read(self, line: dict[str, str]) -> None:
         if line["kind"] == _BATCHES:
@@ -62,14 +60,8 @@ class Table:
         self.rows[verdict[:2]] = shortest._replace(**counts)
 
     def keep(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        with part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(Row._fields)
-            writer.writerows(row for _, row in sorted(self.rows.items()))
-            writer.writerow((_BATCHES, "", self.batches, 0, "", ""))
-        part.replace(self._path)
+        batches = Row(_BATCHES, "", self.batches, 0, "", "")
+        records.write(self._path, (row._asdict() for row in [*sorted(self.rows.values()), batches]))
 
 
 def shown(combination: Combination) -> str:

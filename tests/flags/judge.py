@@ -75,7 +75,6 @@ def _is_felt(combination: Combination, found: list[Outcome]) -> bool:
 
 
 def _given(combination: Combination) -> dict[str, str]:
-    """Values by flag; the last one wins."""
     return dict(word.partition("=")[::2] for word in combination.ours)
 
 

@@ -34,8 +34,6 @@ _TAIL = 500  # characters of a log
 
 @dataclass
 class Outcome:
-    """The outcome that one rank noted."""
-
     losses: list[float] = field(default_factory=list)  # of each step; empty on ranks that do not compute it
     norms: list[float | None] = field(default_factory=list)  # None where the step was skipped
     logged: list[dict[str, float]] = field(default_factory=list)  # SimReg's and AdaGC's values, line by line

@@ -80,7 +80,6 @@ def values(draw: st.DrawFn, table: dict[str, tuple[Words, Words]], flag: str, od
 
 
 def _choices(record: Objective, name: str, odd: bool) -> tuple[str, ...]:
-    """Return the values of one option of an objective's own."""
     known = record.options[name]
     odd_ones = ("", "x", "nan", "inf", "-1", "1.5", "1e30", "9" * 30, "4/4", "64/", "0/8", "999")
     if isinstance(known, tuple):
@@ -93,7 +92,6 @@ def _choices(record: Objective, name: str, odd: bool) -> tuple[str, ...]:
 
 @st.composite
 def options(draw: st.DrawFn, name: str, odd: bool, prefix: str = "") -> Words:
-    """Some options of one objective, as name=value."""
     record = objectives.find(name)
     if not record.options:
         return ("nonsense=1",) if odd and draw(st.booleans()) else ()

@@ -33,8 +33,6 @@ class Comparison:
 
 @dataclass
 class Observer:
-    """Losses, norms and the trained parameters of this rank."""
-
     out: Path
     num_steps: int
     losses: list[float] = field(default_factory=list)
@@ -78,7 +76,6 @@ class Observer:
 
 
 def _digest(model_chunks: list[Any]) -> str:
-    """A hash of the bits of all parameters that this rank holds."""
     bits = hashlib.sha256()
     for chunk in model_chunks:
         for _, parameter in sorted(chunk.named_parameters()):

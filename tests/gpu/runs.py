@@ -52,8 +52,6 @@ _REPEATABLE = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # below sm_90 attention
 
 @dataclass(frozen=True)
 class Run:
-    """A job to start."""
-
     flags: tuple[str, ...]  # added to the tiny model's; the last one wins
     processes: int = 1
     plugin: bool = True
@@ -72,8 +70,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Observed:
-    """The results of one run."""
-
     losses: list[float]
     norms: list[float]
     digests: list[str]  # of the trained parameters, rank by rank
@@ -82,7 +78,6 @@ class Observed:
     logged: list[dict[str, float]]  # SimReg's values in every log line
 
     def simreg_losses(self) -> list[float]:
-        """SimReg's values in Megatron's log lines."""
         return [float(value) for value in re.findall(r"simreg loss: (\S+)", self.log)]
 
 
@@ -116,7 +111,6 @@ def why_not(run: Run) -> str | None:
 
 
 def observe(run: Run, data_flags: Sequence[str], out: Path) -> Observed:
-    """Make the run; it must succeed."""
     mode = "plain" if not run.plugin else "compare" if run.compares else "plugin"
     flags = [*MODEL, *(("--bf16",) if run.half else ()), *data_flags, *run.flags]
     flags += MEGATRON_FLAGS if run.on_cpu else ()

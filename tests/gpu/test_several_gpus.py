@@ -13,8 +13,6 @@ LOSS_BOUND, NORM_BOUND = 0.01, 0.05  # relative: sums in another order, in bf16
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is spread over GPUs."""
-
     split: tuple[str, ...]  # flags of the spread job alone
     model: tuple[str, ...] = ENGINE  # which the checkpoint has, too
     setting: tuple[str, ...] = ()  # which the job on one GPU has as well

@@ -40,7 +40,6 @@ def random_weights(config: Any) -> dict[str, Tensor]:
 
 
 def hugging_face(folder: Path, config: Any, weights: dict[str, Tensor] | None = None) -> Path:
-    """A model as transformers keeps it."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)

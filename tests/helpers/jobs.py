@@ -71,12 +71,17 @@ class Job(subprocess.Popen):
 
     def left(self) -> list[int]:
         """The processes of the job that are there, the oldest first."""
-        found, sought = [], f"{_MARK}={self.mark}".encode()
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # of another user, or gone
-                if sought in environment.read_bytes().split(b"\0"):
-                    found.append(int(environment.parent.name))
-        return sorted(found)
+        return with_environment(f"{_MARK}={self.mark}")
+
+
+def with_environment(*settings: str) -> list[int]:
+    """The processes that have all of these NAME=VALUE, the oldest first."""
+    found, sought = [], {setting.encode() for setting in settings}
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or gone
+            if sought <= set(environment.read_bytes().split(b"\0")):
+                found.append(int(environment.parent.name))
+    return sorted(found)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,5 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def objects(folder: Path) -> set[str]:
-    """The keys of what is no tensor."""
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key for key, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)}

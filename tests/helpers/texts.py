@@ -17,7 +17,6 @@ TEXTS = [_make_text(index) for index in range(330)]
 
 
 def lines(texts: list[str]) -> bytes:
-    """Return the texts as lines of JSON."""
     return b"".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 
 

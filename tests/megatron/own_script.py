@@ -73,7 +73,6 @@ def expected_gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> dic
 
 
 def sample(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels [2, LENGTH]."""
     tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4)).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

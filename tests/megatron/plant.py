@@ -26,7 +26,6 @@ Pieces = dict[tuple[str, str], Any]
 
 
 def numbers() -> None:
-    """Plant what the plan says."""
     import megatron.training.training as training
 
     out, rank = Path(os.environ["RECORD_OUT"]), int(os.environ["RANK"])

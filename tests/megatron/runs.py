@@ -60,8 +60,6 @@ SIMREG = ("--simreg-lambda", "10", "--simreg-temperature", "0.5")
 
 @dataclass(frozen=True)
 class Finished:
-    """A job that ended: its status and everything it printed."""
-
     status: int
     output: str
 
@@ -155,8 +153,6 @@ def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Results of one run, put together from its ranks."""
-
     losses: list[float]
     norms: list[float]
     grads: dict[str, Tensor]
@@ -213,7 +209,6 @@ class Difference:
 
 
 def difference(one: Recorded, other: Recorded) -> Difference:
-    """`other` against `one`."""
     assert one.grads.keys() == other.grads.keys(), one.grads.keys() ^ other.grads.keys()
     grad, parameter = max((_apart(one.grads[name], other.grads[name]), name) for name in one.grads)
     losses, norms = _steps_apart(one.losses, other.losses), _steps_apart(one.norms, other.norms)

@@ -166,7 +166,6 @@ def check_adagc(saved: dict[str, Any], started: dict[str, Any], before: str, now
 
 
 def check_said(output: str, before: str, now: str) -> None:
-    """By the plugin, where it is there."""
     speaks = now != "without the plugin"
     assert (FORGOTTEN in output) == (speaks and before == "adagc" != now)
     assert (WARM_UP in output) == (now == "adagc" != before)

@@ -163,7 +163,6 @@ def test_the_command_exports(experts: Saved, text: BuiltinCorpus, tmp_path: Path
 
 
 def tiny_llama(folder: Path, dtype: torch.dtype, rows: int) -> Path:
-    """A Hugging Face LLaMA of the sizes of the tiny runs."""
     config = transformers.LlamaConfig(
         vocab_size=rows, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.15,

@@ -125,7 +125,6 @@ def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if jobs.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder]).returncode:

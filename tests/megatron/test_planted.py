@@ -66,7 +66,6 @@ def flags_of(name: str) -> tuple[str, ...]:
 def planted(
     out: Path, bench: Bench, layout: str, objective: str, guard: str, steps: list[tuple[str, str]]
 ) -> tuple[runs.Finished, list[list[dict[str, Any]]]]:
-    """Return the run, and each rank's report of each step."""
     model, split, processes, rank = LAYOUTS[layout]
     out.mkdir(parents=True)
     (out / "plan.json").write_text(json.dumps({"rank": rank, "steps": steps}))

@@ -35,7 +35,6 @@ def make_corpus(folder: Path) -> BuiltinCorpus:
 
 
 def documents() -> list[str]:
-    """Its training text, module by module."""
     return [text for name, text in read_documents(_roots()) if not is_validation(name)]
 
 

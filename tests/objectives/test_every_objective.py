@@ -63,7 +63,6 @@ def _narrow(objective: Objective) -> str:
 
 
 def terms(config: SimRegConfig, rows: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    """[B, S], on one rank that holds all."""
     shard = SequenceShard(ShardLayout(labels.shape[1]))
     views = chunk_views(config, shard, rows.transpose(0, 1), labels, valid, iteration=1)
     if config.is_simreg:

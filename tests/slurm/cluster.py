@@ -158,13 +158,8 @@ def _free_ports(count: int) -> list[int]:
 
 def _steps_of(name: str, folder: Path) -> set[int]:
     """A node's jobs, whose managers left their daemon's family, and all below them."""
-    marks = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={folder}/slurm.conf".encode()}
-    found: set[int] = set()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if marks <= set(environment.read_bytes().split(b"\0")):
-                found.add(int(environment.parent.name))
-    return jobs.with_descendants(found)
+    mine = jobs.with_environment(f"SLURMD_NODENAME={name}", f"SLURM_CONF={folder}/slurm.conf")
+    return jobs.with_descendants(mine)
 
 
 @contextlib.contextmanager

@@ -16,14 +16,14 @@ from launch import checkpoints
 from launch.slurm.chain import STOP
 from tests.helpers import jobs
 from tests.slurm import chains
-from tests.slurm.chains import SAVE_INTERVAL, submit, uninterrupted, words
+from tests.slurm.chains import SAVE_INTERVAL, submit, whole_run, words
 
 SHORT = 60  # iterations
 
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
-    return uninterrupted(text, SHORT, tmp_path_factory.mktemp("whole") / "run")
+    return whole_run(text, SHORT, tmp_path_factory.mktemp("whole") / "run")[0]
 
 
 def assert_nothing_lost(chain: chains.Chain, whole: dict[str, dict[int, float]]) -> None:
@@ -47,7 +47,7 @@ def test_what_is_submitted_is_what_the_dry_run_printed(cluster, text, tmp_path: 
 
 def test_time_limit_save_exit_next_slice_end(cluster, text, whole, tmp_path: Path) -> None:
     """Slices of two minutes: the run is made to last longer, on machines of any speed."""
-    rehearsal, step = chains.whole_run(text, SHORT, tmp_path / "rehearsal")
+    rehearsal, step = whole_run(text, SHORT, tmp_path / "rehearsal")
     assert rehearsal == whole, "the same run twice must be the same numbers"
     iterations = math.ceil(90 / step)  # of which a slice has less than one minute
     chain = submit(cluster, tmp_path / "run", words(text, iterations), "--time", "2")
@@ -59,7 +59,7 @@ def test_time_limit_save_exit_next_slice_end(cluster, text, whole, tmp_path: Pat
     assert re.search(r"exiting program after", chain.log), "the first slice must have ended by its time"
     assert "the run has reached its end" in chain.log
     assert len(begins) < 90, "the slices that were not needed must be gone"
-    assert_nothing_lost(chain, uninterrupted(text, iterations, tmp_path / "whole"))
+    assert_nothing_lost(chain, whole_run(text, iterations, tmp_path / "whole")[0])
     records = sorted((chain.output / "record").iterdir())
     assert len(records) == len(begins)
     for name in ("command.txt", "flags.txt", "environment.txt", "versions.json", "job.sbatch"):

@@ -19,8 +19,6 @@ EXPONENT = {torch.float32: 20, torch.bfloat16: 20, torch.float16: 3}
 
 
 class Case(NamedTuple):
-    """Some sequences of one kind."""
-
     rows: Tensor  # [b, n, D]
     labels: Tensor  # [b, n]
     valid: Tensor  # bool [b, n]

@@ -40,12 +40,10 @@ EXPERT_LAYERS = {"dense": set(), "sequential": {"SequentialMLP"}, "grouped": {"T
 
 
 def whole(key: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that the checkpoint is to hold under this key."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
 
 
 def save(folder: Path, model: str, layout: str, log: Path) -> Path:
-    """A checkpoint of two ranks, with SimReg's trained scalars."""
     _on_two_ranks(_save, log, folder, model, layout)
     return folder
 

@@ -17,7 +17,6 @@ NUMBER = r"([-+.\dE]+)"
 
 @pytest.fixture(scope="module")
 def logs() -> dict[str, str]:
-    """Return what both runs printed."""
     found = {}
     for kind in ("plain", "simreg"):
         command = [sys.executable, "-m", "tests.te.bridge_run", kind]

@@ -16,7 +16,6 @@ HEAD = HIDDEN // HEADS
 
 
 def command(*words: object) -> None:
-    """`simreg-megatron WORDS`, which must succeed."""
     jobs.run([sys.executable, "-m", "simreg_megatron.cli", *map(str, words)], check=True)
 
 

@@ -12,7 +12,6 @@ NORMS = [(3, 4), (1.2, 1.6), (2.4, 1), (0.55, 0.39), (2, 0.3), (0.5, 5), (0.58, 
 
 
 def trajectory(norms: list[tuple[float, float]], **options: object) -> tuple[Tensor, Tensor]:
-    """Coefficients and gammas after every step."""
     adagc = AdaGC(2, **options)
     adagc.gammas = adagc.gammas.double()
     steps = [(adagc.step(torch.tensor(pair, dtype=torch.float64) ** 2).coefficients, adagc.gammas) for pair in norms]

@@ -75,7 +75,6 @@ def rows_of(rank: int, ranks: int) -> Tensor:
 
 
 def local_attention(ranks: int) -> Any:
-    """Megatron's DotProductAttention over `ranks` context ranks."""
     config = megatron_config(ranks, params_dtype=torch.float64)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -84,7 +83,6 @@ def local_attention(ranks: int) -> Any:
 
 
 def local_model() -> Any:
-    """A GPT of two local layers with rotary embeddings."""
     config = megatron_config(1, normalization="RMSNorm", persist_layer_norm=False)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

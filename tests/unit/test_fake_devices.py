@@ -74,7 +74,6 @@ class Found:
 
 
 def step(case: Case) -> Found:
-    """A micro-batch of the rank, forward and backward."""
     config, dtype = case.config, DTYPES[case.dtype]
     tokens = case.length // LAYOUT.context
     counted = Trace()

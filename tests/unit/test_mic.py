@@ -25,7 +25,6 @@ def sequences(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def part(rows: Tensor, valid: Tensor | None = None, chunk_size: int = 0, **options: object) -> Tensor:
-    """One of the four parts alone."""
     return mic_loss(rows, options=replace(NOTHING, **options), valid=valid, chunk_size=chunk_size)
 
 

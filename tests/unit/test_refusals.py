@@ -19,16 +19,6 @@ from simreg_megatron.weights import heads, learnable
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
 
-class Group:
-    """A process group of a given size."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-
 def test_a_step_in_many_that_never_comes_is_refused() -> None:
     schedule = SimRegConfig(lambda_=1, every=4, start_iter=5)
     with pytest.raises(ValueError, match="--simreg-every 4 has no step before 8, and SimReg ends at 8"):
@@ -156,19 +146,14 @@ def test_labels_without_a_mask_all_count_and_that_is_said_once(capsys: pytest.Ca
 def test_ranks_in_an_unknown_order_are_refused() -> None:
     """Context ranks numbered before tensor ranks would put foreign rows where the own ones belong."""
 
-    class Ranked(Group):
-        def __init__(self, size: int, rank: int) -> None:
-            super().__init__(size)
-            self._rank = rank
+    def ranked(size: int, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
-        def rank(self) -> int:
-            return self._rank
-
-    groups = SimpleNamespace(tp=Ranked(2, 1), cp=Ranked(2, 0), tp_cp=Ranked(4, 2))
+    groups = SimpleNamespace(tp=ranked(2, 1), cp=ranked(2, 0), tp_cp=ranked(4, 2))
     model = SimpleNamespace(pg_collection=groups, config=SimpleNamespace(sequence_parallel=True))
     with pytest.raises(NotImplementedError, match="numbered before context-parallel ones"):
         shard_of(model, LABELS, groups.cp)
-    groups.tp_cp = Ranked(4, 1)
+    groups.tp_cp = ranked(4, 1)
     assert shard_of(model, LABELS, groups.cp).rank == (0, 1)
 
 

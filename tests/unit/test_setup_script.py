@@ -50,7 +50,6 @@ def found(machine: Path, **variables: str) -> str:
 
 
 def refusal(machine: Path, *arguments: str, **variables: str) -> str:
-    """The one sentence that a refused set-up ends with."""
     done = run(machine, *arguments, **variables)
     assert done.returncode == 1
     assert done.stdout == ""

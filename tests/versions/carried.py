@@ -49,7 +49,6 @@ class Row(NamedTuple):
 
 
 def saving(bench: measure.Bench, version: str) -> loops.Loop:
-    """The run that saves and goes on."""
     loop = _loop(bench, version)
     shutil.rmtree(loop.out, ignore_errors=True)
     place = ("--save", str(loop.out / "checkpoint"), "--save-interval", f"{_SAVED_AT}")

@@ -136,7 +136,6 @@ def logged(log: Path) -> list[float]:
 
 
 def cells(bench: Bench, version: str) -> dict[str, Cell]:
-    """All columns of one release."""
     ran: dict[str, Loop] = {}
     failed: dict[str, Cell] = {}
     for kind, start in (("wheel", wheel_loop), ("tree", tree_loop)):

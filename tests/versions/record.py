@@ -32,8 +32,6 @@ _TIMEOUT = 300.0  # seconds a run
 
 
 class Run(NamedTuple):
-    """One run of a script, with the plugin installed or without it."""
-
     out: str
     processes: int
     installed: bool

@@ -46,7 +46,6 @@ and is compared with one process, or with what the column *against* names, at fu
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One text per column."""
     cell, gap = row.cell, row.difference
     objective = ", ".join(word for word in (cell.objective.name, cell.mode.name, _aside(row)) if word)
     reference = cell.oracle.replace("_", " ") + " oracle" if cell.oracle else cell.reference.name
@@ -89,7 +88,6 @@ def print_table(console: Console, rows: Sequence[Row]) -> None:
 
 
 def markdown(rows: Sequence[Row], command: str) -> str:
-    """The page kept under docs/."""
     lines = [
         "# Parity: the same function in every layout",
         "",
