@@ -59,8 +59,6 @@ def build(kind: str, layout: tuple[int, int, int]) -> Any:
         from megatron.core.transformer.moe import experts as layers
 
         layers.gg.assert_grouped_gemm_is_available = lambda: None
-            None
-        )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=kind == "grouped", normalization="RMSNorm")
     return GPTModel(
@@ -68,13 +66,6 @@ def build(kind: str, layout: tuple[int, int, int]) -> Any:
         position_embedding_type="rope",
         pre_process=stage == 0, post_process=stage == pipeline - 1, share_embeddings_and_output_weights=False,
     )  # fmt: skip
-
-
-def _pretend_grouped_gemm() -> None:
-    """Its kernels are not here; nothing is computed, only named, cut and saved."""
-    from megatron.core.transformer.moe import experts
-
-    experts.gg.assert_grouped_gemm_is_available = lambda: None
 
 
 def _let_old_writers_write() -> None:
