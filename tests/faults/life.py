@@ -17,8 +17,9 @@ from tests.faults.faults import HANGS, OF_A_DISK, SAVE, START, Fault
 from tests.faults.faults import strikes as drawn_strikes
 from tests.faults.judge import StartLog
 from tests.faults.layouts import LAYOUTS, TARGETS
-from tests.faults.starts import Start, send
+from tests.faults.starts import Start
 from tests.faults.strike import NONE, SIGNALS, Strike
+from tests.helpers import jobs
 
 MOST_STARTS = 6
 LIMIT = 900.0
@@ -135,7 +136,7 @@ class Runner:
             start.kill()
             return True
         number = SIGNALS.get(strike.kind, signal.SIGKILL)
-        return send(start.pid if strike.kind == "torchrun" else start.rank(strike.rank), number)
+        return jobs.send(start.pid if strike.kind == "torchrun" else start.rank(strike.rank), number)
 
     def _after_strikes(self) -> None:
         if self.fault.kind in OF_A_DISK and self.life.starts and not self.life.has_ended:
@@ -157,7 +158,7 @@ class Runner:
         time.sleep(1)
         mine = {pid for pid in _processes() if _belongs(pid, self._groups, str(self.notes))}
         for pid in mine:
-            send(pid, signal.SIGKILL)
+            jobs.send(pid, signal.SIGKILL)
         return len(mine)
 
     # Disks

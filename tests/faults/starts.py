@@ -63,18 +63,7 @@ class Start:
     def kill(self) -> None:
         """All of it at once, as a node that dies."""
         for pid in jobs.with_descendants([self.pid, *self.groups()]):
-            send(pid, signal.SIGKILL)
-
-
-def send(pid: int | None, number: signal.Signals) -> bool:
-    """Return whether there was such a process."""
-    if not pid:
-        return False
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+            jobs.send(pid, signal.SIGKILL)
 
 
 def _by_command(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -95,7 +95,7 @@ def started(command: Sequence[str | Path], *, env: Mapping[str, str] | None = No
         yield process
     finally:
         for pid in process.left():
-            _send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         process.kill()  # one that replaced its environment
         process.wait()
         deadline = time.monotonic() + _TO_DIE
@@ -121,20 +121,24 @@ def print_stacks(pids: Iterable[int]) -> None:
     """Each prints the stacks of its threads and dies of it; all stand still before the first one dies."""
     pids = list(pids)
     for pid in pids:
-        _send(pid, signal.SIGSTOP)
+        send(pid, signal.SIGSTOP)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-        _send(pid, signal.SIGABRT)
-        _send(pid, signal.SIGCONT)
+        send(pid, signal.SIGABRT)
+        send(pid, signal.SIGCONT)
         deadline = time.monotonic() + _TO_PRINT
         while _state(pid) not in ("Z", "") and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
+def send(pid: int | None, number: signal.Signals) -> bool:
+    """Send a signal, and return whether there was such a process."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        if pid:
+            os.kill(pid, number)
+            return True
+    return False
 
 
 def _state(pid: int) -> str:

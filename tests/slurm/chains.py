@@ -2,9 +2,7 @@
 """Chains of tiny Megatron runs, submitted as a user would, and what they logged."""
 
 import json
-import os
 import re
-import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -118,9 +116,3 @@ def submit(cluster: Cluster, output: Path, run: Sequence[str], *options: str) ->
     match = re.search(r"as job (\d+)", answer)
     assert match, answer
     return Chain(cluster, output, match[1])
-
-
-def kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

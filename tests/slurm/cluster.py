@@ -109,8 +109,7 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         """The machine is gone: its daemon and all that it started, at once."""
         daemon = self._daemons.pop(name)
         for pid in jobs.with_descendants([daemon.pid]) | _steps_of(name, self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            jobs.send(pid, signal.SIGKILL)
         daemon.wait()
 
     def _spawn(self, name: str, *command: str) -> None:

@@ -7,6 +7,7 @@ never interrupted.
 
 import math
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -145,7 +146,8 @@ def _kill_while_saving(chain: chains.Chain) -> Path | None:
     while time.monotonic() < end:
         fresh = set(checkpoints.iterations(chain.save)) - known
         if fresh:
-            chains.kill(ranks)
+            for rank in ranks:
+                jobs.send(rank, signal.SIGKILL)
             folder = checkpoints.path_of(chain.save, max(fresh))
             return folder if checkpoints.is_torn(folder) else None
         time.sleep(0.001)

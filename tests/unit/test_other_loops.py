@@ -22,8 +22,6 @@ from simreg_megatron.plugin.model import regularize
 from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import One
 
-WIDE = {"objective_options": "prefixes=4/16"}
-
 TOO_WIDE = "objective simreg cannot take 16 features of states of width 8: give prefixes of at most 8"
 
 
@@ -225,7 +223,7 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
 
 
 def test_prefixes_wider_than_the_states_are_refused() -> None:
-    installed(**WIDE)
+    installed(objective_options="prefixes=4/16")
     with pytest.raises(ValueError, match=TOO_WIDE):
         loop.begin_run(Model())
     with pytest.raises(ValueError, match=TOO_WIDE):

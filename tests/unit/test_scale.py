@@ -21,8 +21,7 @@ SMALL = Case(Layout(tensor=2, context=2, data=2, sequence_parallel=True), 2, 204
 LARGEST = Case(LAYOUTS[-1], 2, 2048, 4096, chunk=1024)
 
 
-def one_of_each_layout() -> list[Case]:
-    return [Case(layout, 2, 2048, 4096, chunk=1024) for layout in LAYOUTS]
+ONE_OF_EACH_LAYOUT = [Case(layout, 2, 2048, 4096, chunk=1024) for layout in LAYOUTS]
 
 
 def kept_line(case: Case) -> dict[str, str]:
@@ -53,7 +52,7 @@ def test_collectives_and_bytes_are_those_of_the_table(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", quick(one_of_each_layout(), lambda case: case.layout in (SMALL.layout, LARGEST.layout)), ids=str
+    "case", quick(ONE_OF_EACH_LAYOUT, lambda case: case.layout in (SMALL.layout, LARGEST.layout)), ids=str
 )
 def test_a_log_step_stays_on_the_device_and_adds_what_the_table_says(case: Case) -> None:
     kept, log_step = kept_line(case), replace(case, logs=True)

@@ -19,6 +19,7 @@ from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import chunk_views
 from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import fixture_f1, random_tokens, without_pairs
+from tests.helpers.ways import kept_bytes
 from tests.unit.test_simreg_facts import assert_prints
 
 SL7 = [
@@ -104,15 +105,7 @@ def test_no_matrix_of_all_pairs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
     def kept(tokens: int) -> int:
         rows, labels = random_tokens((1, tokens, 8), num_labels=50, dtype=torch.float32)
-        saved: dict[int, Tensor] = {}  # kept alive, so that no two have one address
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            sigmoid_loss(rows.requires_grad_(), labels)
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        return kept_bytes(lambda: sigmoid_loss(rows.requires_grad_(), labels))
 
     monkeypatch.setitem(sigmoid._SLAB, "cpu", 64 << 10)
     assert kept(2048) < 6 * kept(512)

@@ -5,6 +5,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -17,32 +18,7 @@ COLUMNS = (
     *("model", "layout", "objective", "procs", "against"),
     *("loss", "norm", "grad", "logged", "share", "bound", "result", "s"),
 )
-LEGEND = f"""\
-Each row trains {STEPS} steps on real text from a checkpoint of its model (hidden size 64, sequence 64, global batch 4)
-and is compared with one process, or with what the column *against* names, at full precision.
-
-- **loss**, **norm**: largest relative difference of the loss and of the gradient norm over the {STEPS} steps.
-- **grad**: largest relative difference, in norm, of any parameter's gradient in the first step, after Megatron reduced
-  and scaled it and before clipping. Shards are joined; replicas must be equal bit for bit, or the row fails.
-- **logged**: largest relative difference of any value that SimReg logs, over the {STEPS} lines of the log (the second
-  is of two steps): the loss of each objective, cosines, angle, norms, isotropy and effective rank,
-  trained scalars. A difference of norms is compared as it is, in standard deviations: behind an RMSNorm these are a
-  thousandth of the norm, and so magnify its rounding a thousand times. So are margins, in nats: some are near 0.
-- What is logged of samples (isotropy, effective rank and mean cosine of at most 8192 tokens of a micro-batch, margins
-  of at most 512) is of every k-th position, k by the size of the micro-batch: the same in every layout with the same
-  micro-batch, as the rows *few samples* show, and of other tokens with another.
-- **share**: SimReg's part of the single process's gradient, norm(g - g without SimReg) / norm(g). Below 0.1: fail.
-- **bound**: on grad; loss, norm and logged have their own, in `tests/megatron/parity/cells.py`.
-- *chunk 16* lies inside every rank's part of the 64 tokens, *chunk 24* spans ranks and leaves a shorter last chunk,
-  *whole* is one chunk of 64. *local* is compared with the single process that has the chunk which ranks really use.
-- *masked ends* leaves text ends out of the loss, so ranks count unequal tokens. Megatron's default mode is then a mean
-  of the ranks' means: those rows are compared with one process that averages so, and differ from one that does not.
-- Megatron's loss of multi-token prediction is a mean of local means in every mode, so under CP it depends on the layout
-  without SimReg already; with its weight at 0 the row is exact.
-- bf16 and fp16 are compared with fp32: their own rounding, not the layout, sets the bound. In the log it shows most in
-  the spread and the differences of norms, which are no larger than it.
-- Rows that are wrong on purpose must miss the bound: *fails, as it must*.
-"""
+LEGEND = Path(__file__).with_name("legend.md").read_text(encoding="utf-8").format(steps=STEPS)
 
 
 def cells(row: Row) -> tuple[str, ...]:
