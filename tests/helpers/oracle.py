@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg as a naive double loop over pairs, in float64, straight from the definition of the term.
+"""SimReg as a naive double loop over pairs, in float64, straight from the definition of the term, with autograd.
 
-Nothing is shifted, batched or shared with the package. It is slow, and overflows below a temperature of about
-0.0015; autograd goes through it, so that gradients are compared too.
+Nothing is shared with the package. It overflows below a temperature of about 0.0015.
 """
 
 import math

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Things to break on purpose inside a run, each a function to call before it starts.
 
-Where only SimReg's part is to be wrong, the difference of two calls is used: Megatron's loss with SimReg minus the
-same loss without it has value zero and SimReg's gradient, for any labels, mask or shape that both were given.
+Megatron's loss with SimReg minus the same loss without it has value zero and SimReg's gradient alone.
 """
 
 import dataclasses

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's parameters and gradients under names that every layout shares, and which part of each the rank holds.
-
-Only for tests: it knows how Megatron 0.19 numbers layers and experts and where its gradient buffers lie.
-"""
+"""A rank's parameters and gradients under names that every layout shares, and which part of each the rank holds."""
 
 import re
 from collections.abc import Iterator

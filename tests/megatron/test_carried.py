@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's state in a checkpoint, for any pair of settings before and after: carried over, or named in an error.
 
-Each kind of training goes on as each other one, on another number of ranks. Weights and Adam's averages are compared
-bit for bit, and so are trained scalars and AdaGC's averages where both sides have them.
+Weights, Adam's and AdaGC's averages and trained scalars are compared bit for bit, over other numbers of ranks, too.
 """
 
 import itertools

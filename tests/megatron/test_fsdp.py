@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-FSDP with SimReg: losses, gradient norms, every parameter's gradient and the log of a single process.
 
-Megatron-FSDP loads no other checkpoints than its own, so these runs start from the seed, and are no part of the parity
-table. Torch's FSDP2 is.
+It loads no other checkpoints than its own, so these runs start from the seed; torch's FSDP2 is in the parity table.
 """
 
 from pathlib import Path

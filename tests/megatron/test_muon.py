@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon, SOAP and Lion in Megatron's own loop with SimReg, and Muon with AdaGC.
 
-They are NVIDIA's emerging-optimizers, which `make setup` leaves out: importing them gives the root logger a handler
-before Megatron 0.19 sets up its own, so that its timers are missing in every log.
+`make setup` leaves NVIDIA's emerging-optimizers out: imported before Megatron 0.19's log they take its timers away.
 """
 
 from pathlib import Path

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp16 steps that overflow are as if they had not been: weights, AdaGC's averages, trained scalars and the log.
 
-The loss scale begins too high and is raised again after every second step, so steps overflow at the start and on the
-way. The reference knows which: it leaves those out (under Megatron's --iterations-to-skip, which reads their data all
-the same) and gives the others the scale that they had. All must be equal bit for bit.
+The reference leaves those steps out (--iterations-to-skip) and gives the others the loss scale that they had. All must
+be equal bit for bit.
 """
 
 import math

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a chain on a real SLURM of two nodes: what ends a slice, and that nothing is lost by it.
 
-"Nothing" is exact: losses, SimReg losses and gradient norms of every step equal, bit for bit, those of a run that was
-never interrupted.
+Losses, SimReg losses and gradient norms equal, bit for bit, those of a run that was never interrupted.
 """
 
 import math

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every objective goes forward and backward on CUDA tensors without memory: nothing waits for the device, nothing
-touches the host, and gradients have the type and shape of what they are of.
+"""Every objective goes forward and backward on CUDA tensors without memory: nothing waits, nothing touches the host.
 
 The rank is one of four that share a sequence, two by tensor and two by context parallelism.
 """
