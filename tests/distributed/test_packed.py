@@ -100,9 +100,8 @@ def check_hybrid_rank(number: int) -> None:
         cu_seqlens = torch.tensor([[0, length]], dtype=torch.int32)
         row = {"labels": labels, "loss_mask": mask, "position_ids": torch.arange(length)[None], "tokens": None}
         row |= {"cu_seqlens": cu_seqlens, "local_cp_size": torch.tensor([ranks]), "hybrid_cp_group": None}
-        part = utils.get_batch_on_this_cp_rank(
-            row, is_hybrid_cp=True, hybrid_cp_group_func=lambda group_size: groups[group_size]
-        )
+        group_of = {"hybrid_cp_group_func": lambda group_size: groups[group_size]}
+        part = utils.get_batch_on_this_cp_rank(row, is_hybrid_cp=True, **group_of)
         packing = SimpleNamespace(
             qkv_format="thd", cu_seqlens_q=cu_seqlens[0], local_cp_size=ranks, cp_group=part["hybrid_cp_group"],
             tokens_per_sample=64,

@@ -115,9 +115,8 @@ def several_objectives(draw: st.DrawFn, odd: bool) -> Words:
     names = draw(st.lists(st.sampled_from(known), min_size=2, max_size=3, unique=True))
     text = ",".join(f"{name}:{draw(st.sampled_from(('1', 'auto', '0.05')))}" for name in names)
     own = [text for name in names for text in draw(options(name, odd, f"{name}."))] if draw(st.booleans()) else []
-    return (
-        word("--simreg-objective", text), *([word("--simreg-objective-options", ",".join(own))] if own else []),
-    )  # fmt: skip
+    given = [word("--simreg-objective-options", ",".join(own))] if own else []
+    return (word("--simreg-objective", text), *given)
 
 
 @st.composite

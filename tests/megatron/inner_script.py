@@ -17,9 +17,7 @@ def states_of(model, layers, placement: str, tokens, labels) -> tuple[torch.Tens
     caught = {}
 
     def keep(name):
-        return lambda module, inputs, output: caught.__setitem__(
-            name, output[0] if isinstance(output, tuple) else output
-        )
+        return lambda module, inputs, output: caught.update({name: output[0] if type(output) is tuple else output})
 
     hooks = [model.decoder.layers[n - 1].register_forward_hook(keep(n)) for n in layers if n != "final"]
     hooks.append(model.decoder.register_forward_hook(keep("final")))

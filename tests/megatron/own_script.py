@@ -40,9 +40,8 @@ def build_model(
         tensor_model_parallel_size=torch.distributed.get_world_size(), **others,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization=others.get("normalization"))
-    return (model_class or GPTModel)(
-        config, spec, VOCABULARY, length, share_embeddings_and_output_weights=False, position_embedding_type=positions
-    ).train()
+    options = {"share_embeddings_and_output_weights": False, "position_embedding_type": positions}
+    return (model_class or GPTModel)(config, spec, VOCABULARY, length, **options).train()
 
 
 def causal_mask(device: torch.device | str = "cpu") -> torch.Tensor:

@@ -16,9 +16,7 @@ from tests.megatron.runs import SIMREG
         ("overwritten_wrapper", "GPTModel ended a training forward pass without calling the function"),
     ],
 )
-def test_a_model_out_of_reach_is_refused_before_the_first_step(
-    breakage: str, sentence: str, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_model_out_of_reach_is_refused_at_once(breakage: str, sentence: str, data_flags, tmp_path: Path) -> None:
     done = runs.attempt(tmp_path, [*data_flags, *SIMREG, "--train-iters", "1"], patch=f"breakage:{breakage}")
     assert done.status != 0 and "iteration        1/" not in done.output
     assert sentence in done.output, done.output[-3000:]

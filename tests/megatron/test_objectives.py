@@ -22,9 +22,7 @@ STEPS = ("--train-iters", "4", "--eval-iters", "0", "--lr-decay-style", "constan
     [("", ("log_t", "bias")), (",pairs=hidden-head,adapter=yes", ("log_t", "bias", "adapter"))],
     ids=["labels", "hidden-head"],
 )
-def test_scalars_of_the_sigmoid_are_trained_in_every_layout(
-    options: str, names: tuple[str, ...], data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_scalars_are_trained_in_every_layout(options: str, names: tuple[str, ...], data_flags, tmp_path: Path) -> None:
     """A model that is split draws other weights from its seed, so a single process writes the start."""
     objective = "--simreg-objective sigmoid --simreg-lambda 0.1 --simreg-objective-options pair_reduction=balanced"
     flags = (*data_flags, *STEPS, *f"{objective}{options}".split(), "--simreg-chunk-size", "24")
@@ -49,9 +47,7 @@ def test_scalars_of_the_sigmoid_are_trained_in_every_layout(
     ],
     ids=["dense", "tied"],
 )
-def test_a_second_use_of_the_output_layer_with_fused_gradients(
-    model: str, layout: Part, ignores: bool, bench: Bench
-) -> None:
+def test_a_second_use_of_the_head_with_fused_gradients(model: str, layout: Part, ignores: bool, bench: Bench) -> None:
     """Megatron then ignores what autograd brings for the weight, so the objective must add its own part itself."""
     expected = bench.compute(model, ONE, TRUNCATED, part(""))
     patches = ("test_objectives:in_main_grad", "test_objectives:in_main_grad_unseen")

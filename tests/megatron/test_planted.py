@@ -124,9 +124,7 @@ def test_the_step_is_left_out_on_every_rank(given: tuple[str, str, str], bench: 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("guard", ["adagc", "fp16"])
 @pytest.mark.parametrize("given", SPREAD_PLACES, ids="-".join)
-def test_states_that_fail_elsewhere_end_the_run(
-    given: tuple[str, str, str], guard: str, number: str, bench: Bench, tmp_path: Path
-) -> None:
+def test_states_that_fail_elsewhere_end_the_run(given, guard: str, number: str, bench: Bench, tmp_path: Path) -> None:
     *case, place = given
     assert OURS in ended(tmp_path / "run", bench, tuple(case), guard, (place, number))
 

@@ -53,9 +53,7 @@ def test_the_sides_hold_whole_documents_that_the_tokenizer_made(corpus: BuiltinC
     assert check_data([*flags, ("--tokenizer-type", "SentencePieceTokenizer")]) == []
 
 
-def test_only_a_damaged_corpus_is_built_again(
-    corpus: BuiltinCorpus, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_damaged_corpus_is_built_again(corpus: BuiltinCorpus, library: Path, tmp_path, monkeypatch) -> None:
     info = tmp_path / "path" / "other-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Name: other\nVersion: 1.0\n")

@@ -31,9 +31,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("argv", "variable", "mode"), ASKED)
-def test_the_flag_and_the_variable_ask_for_it(
-    argv: list[str], variable: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flag_and_the_variable_ask_for_it(argv: list[str], variable, mode: str | None, monkeypatch) -> None:
     monkeypatch.delenv("SIMREG_CPU", raising=False)
     if variable is not None:
         monkeypatch.setenv("SIMREG_CPU", variable)

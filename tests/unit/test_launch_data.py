@@ -66,9 +66,7 @@ MISFITS = [
 
 @pytest.mark.parametrize(("made", "words", "sentence"), MISFITS)
 @pytest.mark.parametrize("flag", ["--data", "--data-path"])
-def test_what_does_not_fit_is_refused(
-    place: Path, plan, flag: str, made: str, words: tuple[str, ...], sentence: str
-) -> None:
+def test_what_does_not_fit_is_refused(place: Path, plan, flag: str, made: str, words, sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence):
         plan(flag, place / made / "train", words[0], place / words[1], *words[2:])
 

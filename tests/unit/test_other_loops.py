@@ -157,9 +157,7 @@ EXCLUDED = [
 
 
 @pytest.mark.parametrize(("settings", "of_model", "sentence"), EXCLUDED)
-def test_what_the_models_configuration_excludes_is_refused(
-    settings: dict, of_model: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_models_configuration_excludes_is_refused(settings, of_model, sentence: str, monkeypatch) -> None:
     monkeypatch.setattr(plugin_loop, "refuse_models", lambda *_: None)  # asks for a real decoder
     installed(**settings)
     with pytest.raises((ValueError, NotImplementedError), match=sentence):

@@ -183,9 +183,7 @@ NOT_REPEATED = [
     [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
 )
 @pytest.mark.parametrize(("config", "kind", "why"), NOT_REPEATED)
-def test_what_full_iteration_graphs_cannot_repeat_is_refused(
-    graphs: dict, config: SimRegConfig, kind: type[Exception], why: str
-) -> None:
+def test_what_full_iteration_graphs_cannot_repeat_is_refused(graphs: dict, config: SimRegConfig, kind, why) -> None:
     with pytest.raises(kind, match=why):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), config)
     for scope in ("attn", "full_iteration_inference", ["attn", "mlp"]):
