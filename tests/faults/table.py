@@ -4,7 +4,6 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 
 from benchmarks.records import Record
@@ -51,7 +50,3 @@ def _seconds(rows: Iterable[Record]) -> str:
 def _said(rows: Iterable[Record]) -> str:
     counted = Counter(_PATH.sub("", row["said"]).replace("|", "/")[:_LONGEST] for row in rows if row["status"] != "0")
     return counted.most_common(1)[0][0] if counted else "nothing: it went on"
-
-
-def publish(rows: Sequence[Record], results: Path) -> None:
-    results.with_suffix(".md").write_text("\n".join(table(rows)) + "\n", encoding="utf-8")

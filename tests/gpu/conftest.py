@@ -43,9 +43,7 @@ def observed(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def checkpoints(
-    data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Run], tuple[str, ...]]:
+def checkpoints(data_flags, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], tuple[str, ...]]:
     """checkpoints(run): flags that start from what the run had learnt after its steps, in any layout."""
 
     @cache

@@ -35,9 +35,7 @@ def fork_server() -> Any:
     return context
 
 
-def run_ranks(
-    target: Callable[..., None], *arguments: Any, processes: int, log: Path, timeout: float, context: Any = None
-) -> int:
+def run_ranks(target: Callable[..., None], *arguments, processes: int, log: Path, timeout: float, context=None) -> int:
     """`target(*arguments)` on every rank of one job, in a context of multiprocessing; all output goes to `log`.
 
     Returns 0, or the status of the first rank that failed, and kills the others. HungError, with the stacks of all
@@ -80,9 +78,7 @@ def _first_failure(ranks: list[Any], deadline: float) -> int | None:
     return 0
 
 
-def _rank(
-    rank: int, processes: int, port: int, log: Path, target: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, processes: int, port: int, log: Path, target: Callable[..., None], arguments: tuple) -> None:
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):

@@ -25,9 +25,7 @@ def start() -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def build_model(
-    model_class: Any = None, length: int = LENGTH, positions: str = "learned_absolute", **others: Any
-) -> Any:
+def build_model(model_class: Any = None, length: int = LENGTH, positions="learned_absolute", **others: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig

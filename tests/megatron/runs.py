@@ -72,9 +72,7 @@ class ReplicasDifferError(AssertionError):
     """Ranks that hold the same parameter do not hold the same numbers."""
 
 
-def torchrun(
-    command: Sequence[str], processes: int = 1, meets: Sequence[str] = ("--standalone",), **env: str
-) -> Finished:
+def torchrun(command: Sequence[str], processes: int = 1, meets=("--standalone",), **env: str) -> Finished:
     """`torchrun MEETS --nproc-per-node N COMMAND`, one thread each."""
     launcher = [sys.executable, "-m", "torch.distributed.run", *meets, "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **env}

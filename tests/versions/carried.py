@@ -76,9 +76,8 @@ def _loop(bench: measure.Bench, version: str) -> loops.Loop:
     if tree is None:
         raise SystemExit(f"error: --sources names no folder with Megatron's source tree of {version}")
     flags = runs.all_flags([*bench.text_flags, "--eval-iters", "0"])
-    return loops.Loop(
-        f"{version} tree", tree, tree / "pretrain_gpt.py", flags, bench.cache / "out" / f"{version} carried"
-    )
+    out = bench.cache / "out" / f"{version} carried"
+    return loops.Loop(f"{version} tree", tree, tree / "pretrain_gpt.py", flags, out)
 
 
 def _as_run(loop: loops.Loop, layout: str, out: Path, more: Sequence[str]) -> record.Run:
