@@ -160,10 +160,6 @@ def test_a_warm_up_is_megatrons_own_clipping(bench: Bench, tmp_path: Path) -> No
     assert warm.recorded.losses != pytest.approx(unclipped.losses, rel=1e-6)
 
 
-RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-
-
-# As the launch scripts save: Megatron wants the buckets that it saved, of which this model has several.
 def test_nothing_is_clipped_where_nothing_is_trained(bench: Bench, tmp_path: Path) -> None:
     flags = (*start(bench, "dense", 1), *ADAGC, "--skip-train", "--eval-iters", "1")
     done = runs.attempt(tmp_path, flags)

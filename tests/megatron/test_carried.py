@@ -15,7 +15,7 @@ import pytest
 from tests.fixtures import snapshot
 from tests.helpers.quick import quick
 from tests.megatron import runs
-from tests.megatron.test_adagc import ADAGC, RESHARDABLE, SIMREG
+from tests.megatron.test_adagc import ADAGC, SIMREG
 
 STOP, STEPS, RAMP = 3, 5, 8
 _FELT = ("--simreg-temperature", "0.5", "--simreg-chunk-size", "24")
@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 SAVED = [kind for kind in KINDS if kind != "off"]  # at lambda 0 a checkpoint is that of plain Megatron
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 MOVES = {  # the layout that saves, and the one that goes on
     "one to tp2": (("", 1), (TP2, 2)),
     "tp2 to one": ((TP2, 2), ("", 1)),
@@ -43,8 +44,8 @@ MOVES = {  # the layout that saves, and the one that goes on
     "older format": (("--ckpt-format torch", 1), ("--ckpt-format torch", 1)),
 }
 # As the launch scripts save: Megatron wants the buckets that it saved, of which this model has several.
-BUCKETS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
-LAYOUTS = {**MOVES, "buckets dp2 to one": ((BUCKETS, 2), (BUCKETS, 1))}
+BUCKETS = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 20000"
+LAYOUTS = {**MOVES, "buckets dp2 to one": ((BUCKETS, 2), (f"{BUCKETS} --overlap-param-gather", 1))}
 ALL = " and ".join(SCALARS)
 FROM_START, WITHOUT_AVERAGES = "--dist-ckpt-strictness log_all", "--no-load-optim"
 NAMELESS = {  # where averages have no names, and what Megatron says of others without the plugin

@@ -160,9 +160,10 @@ def test_a_resume_logs_every_setting_that_changed() -> None:
     assert differences_to_checkpoint(argparse.Namespace(), before) == [], "a checkpoint from before the plugin"
 
 
-@pytest.mark.parametrize(
-    ("flags", "norm"), [("", 1.0), ("--clip-grad 0.5", 0.5), ("--clip-grad 0", 1.0), ("--adagc-lambda-abs 2", 2.0)]
-)
+NORMS = [("", 1.0), ("--clip-grad 0.5", 0.5), ("--clip-grad 0", 1.0), ("--adagc-lambda-abs 2", 2.0)]
+
+
+@pytest.mark.parametrize(("flags", "norm"), NORMS)
 def test_adagc_takes_the_place_of_the_global_clip(flags: str, norm: float) -> None:
     config = adagc_from_args(parser().parse_args(["--adagc", *flags.split()]))
     assert config is not None and config.lambda_abs == norm

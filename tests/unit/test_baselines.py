@@ -19,48 +19,30 @@ from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import fixture_f1, without_pairs
 from tests.unit.test_simreg_facts import assert_prints
 
-CR1 = [
-    ({}, "4.790469"),
-    ({"form": "per_pair"}, "2.506397"),
-    ({"form": "supcon_out"}, "4.996844"),
-    ({"self_positive": "always"}, "2.626919"),
-    ({"temperature": 0.01}, "41.686364"),
-    ({"temperature": 0.01, "form": "supcon_out"}, "42.616670"),
+CR1_SE1_AND_CP1 = [
+    (creg_loss, {}, "4.790469"),
+    (creg_loss, {"form": "per_pair"}, "2.506397"),
+    (creg_loss, {"form": "supcon_out"}, "4.996844"),
+    (creg_loss, {"self_positive": "always"}, "2.626919"),
+    (creg_loss, {"temperature": 0.01}, "41.686364"),
+    (creg_loss, {"temperature": 0.01, "form": "supcon_out"}, "42.616670"),
+    (sce_loss, {}, "3.568870"),
+    (sce_loss, {"target_temperature": 0.05}, "3.506406"),
+    (sce_loss, {"coupling": 1}, "4.051758"),
+    (sce_loss, {"coupling": 0}, "3.085982"),
+    (sce_loss, {"target": "instance"}, "1.655349"),
+    (sce_loss, {"target": "instance", "coupling": 1}, "0.224715"),
+    (sce_loss, {"exclude_self": True}, "2.393741"),
+    (cpretrain_loss, {"temperature": 0.1}, "3.608232"),
+    (cpretrain_loss, {"temperature": 0.1, "same_label": "kept"}, "5.53525150634"),
+    (cpretrain_loss, {"temperature": 0.05}, "6.486718"),
+    (cpretrain_loss, {"temperature": 0.01}, "30.825301"),
 ]
 
 
-@pytest.mark.parametrize(("options", "printed"), CR1)
-def test_cr1(options: dict, printed: str) -> None:
-    assert_prints(creg_loss(*fixture_f1(), **options), printed)
-
-
-SE1 = [
-    ({}, "3.568870"),
-    ({"target_temperature": 0.05}, "3.506406"),
-    ({"coupling": 1}, "4.051758"),
-    ({"coupling": 0}, "3.085982"),
-    ({"target": "instance"}, "1.655349"),
-    ({"target": "instance", "coupling": 1}, "0.224715"),
-    ({"exclude_self": True}, "2.393741"),
-]
-
-
-@pytest.mark.parametrize(("options", "printed"), SE1)
-def test_se1(options: dict, printed: str) -> None:
-    assert_prints(sce_loss(*fixture_f1(), **options), printed)
-
-
-CP1 = [
-    ({"temperature": 0.1}, "3.608232"),
-    ({"temperature": 0.1, "same_label": "kept"}, "5.53525150634"),
-    ({"temperature": 0.05}, "6.486718"),
-    ({"temperature": 0.01}, "30.825301"),
-]
-
-
-@pytest.mark.parametrize(("options", "printed"), CP1)
-def test_cp1(options: dict, printed: str) -> None:
-    assert_prints(cpretrain_loss(*fixture_f1(), **options), printed)
+@pytest.mark.parametrize(("loss", "options", "printed"), CR1_SE1_AND_CP1)
+def test_cr1_se1_and_cp1(loss: Callable[..., Tensor], options: dict, printed: str) -> None:
+    assert_prints(loss(*fixture_f1(), **options), printed)
 
 
 def test_sc1() -> None:

@@ -4,6 +4,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -158,22 +159,12 @@ def sessions(block: Block) -> Iterator[tuple[str, str]]:
 
 def is_shown(shown: str, printed: str) -> bool:
     """Return whether the page's lines are the printed ones, a line of ... standing for any number of them."""
-    rest, lines = [line.rstrip() for line in printed.strip("\n").splitlines()], shown.rstrip("\n").splitlines()
-    pieces = "\n".join(lines).split("\n...\n") if "..." in lines else ["\n".join(lines)]
-    text, place = "\n".join(rest), 0
-    if len(pieces) == 1:
-        return text == pieces[0]
-    for piece in pieces:
-        found = text.find(piece, place)
-        if found < 0:
-            return False
-        place = found + len(piece)
-    return True
+    text = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
+    parts = shown.rstrip("\n").split("\n...\n")
+    return bool(re.fullmatch("\n(?:.*\n)?".join(map(re.escape, parts)), text, re.DOTALL))
 
 
 CONSOLES = [(block, command, shown) for block in of("console") for command, shown in sessions(block)]
-
-
 NAMES = [f"{at(block)} {command}" for block, command, _ in CONSOLES]
 SHOWN = quick_rows(CONSOLES, lambda row: not row[1].startswith("bash launch/"))  # those import Megatron
 

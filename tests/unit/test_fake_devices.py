@@ -138,8 +138,9 @@ ALL = distinct([
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in ALL[len(QUICK) :])], ids=str
-)
+CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in ALL[len(QUICK) :])]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_micro_batch_stays_on_the_device(case: Case) -> None:
     check(case)

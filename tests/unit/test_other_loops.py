@@ -188,10 +188,10 @@ def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -
     loop.begin_run(sharded())
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [({"layers": (1, "final")}, "of layer 1"), ({"placement": "pre-norm"}, "before the final norm")],
-)
+NOT_CAUGHT = [({"layers": (1, "final")}, "of layer 1"), ({"placement": "pre-norm"}, "before the final norm")]
+
+
+@pytest.mark.parametrize(("settings", "what"), NOT_CAUGHT)
 def test_states_that_were_not_caught_are_no_silent_loss(settings: dict, what: str) -> None:
     """A decoder that a loop calls piece by piece, or replays, passes no hook."""
     installed(**settings)

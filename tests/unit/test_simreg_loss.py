@@ -214,10 +214,10 @@ def test_a_token_s_logit_with_itself_is_exactly_zero(similarity: str) -> None:
     assert (logits[:, :, 2:7].diagonal(dim1=1, dim2=2) == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("exponents", "name"),
-    [((30.0, 30.0), "cosine"), ((-30.0, -30.0), "dot"), ((30.0, -30.0), "qnorm"), ((-30.0, 30.0), "dnorm")],
-)
+EXPONENTS = [((30.0, 30.0), "cosine"), ((-30.0, -30.0), "dot"), ((30.0, -30.0), "qnorm"), ((-30.0, 30.0), "dnorm")]
+
+
+@pytest.mark.parametrize(("exponents", "name"), EXPONENTS)
 @REFERENCE_ALONE
 def test_learnable_reaches_the_others(exponents: tuple[float, float], name: str) -> None:
     rows, labels = fixture_f1()
@@ -279,10 +279,10 @@ def test_count_correction_stays_inside_the_document() -> None:
     torch.testing.assert_close(corrected, whole, **TIGHT)
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "scope", "said"),
-    [(8, "exact", "each 8 tokens"), (4, "exact", ""), (4, "local", "each 4 tokens"), (3, "local", "")],
-)
+WITHOUT_EFFECT = [(8, "exact", "each 8 tokens"), (4, "exact", ""), (4, "local", "each 4 tokens"), (3, "local", "")]
+
+
+@pytest.mark.parametrize(("chunk_size", "scope", "said"), WITHOUT_EFFECT)
 def test_a_chunk_weight_without_effect_is_logged(chunk_size: int, scope: str, said: str, monkeypatch) -> None:
     """If a sequence, or in scope local a rank's block of it, is one chunk."""
     heard: list[str] = []

@@ -103,11 +103,10 @@ def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -
 MANY = Shape(batch=1, length=300, width=512, chunk_size=0, dtype=torch.float32)
 TYPES, TEMPERATURES = (torch.bfloat16, torch.float32), (0.001, 0.003, 0.01, 0.1)
 FEW = [Shape(1, 64, 1024, 0, torch.float32), Shape(2, 256, 64, 64, torch.float32)]
+SHAPES = [*(MANY._replace(dtype=t, temperature=tau) for t in TYPES for tau in TEMPERATURES), *FEW]
 
 
-@pytest.mark.parametrize(
-    "shape", [*(MANY._replace(dtype=t, temperature=tau) for t in TYPES for tau in TEMPERATURES), *FEW]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_right_form_is_right_of_any_type_temperature_and_shape(shape: Shape) -> None:
     assert not trial.failure_of("tiled", shape, CPU)
 

@@ -267,11 +267,12 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.TritonForm()
 
 
+CARDS = quick_rows([(80, 163), (90, 227)], lambda row: row[0] == 90)
+
+
 @pytest.mark.skipif(OLD_TORCH, reason="the Triton of an older torch compiles by another interface")
 @pytest.mark.parametrize("which", ["one-of-each", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("architecture", "most_shared_kib"), quick_rows([(80, 163), (90, 227)], lambda row: row[0] == 90)
-)
+@pytest.mark.parametrize(("architecture", "most_shared_kib"), CARDS)
 def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
     """Every configuration fits into shared memory; registers spill only in `_pairs` and for odd widths.
 
