@@ -160,6 +160,18 @@ def test_a_warm_up_is_megatrons_own_clipping(bench: Bench, tmp_path: Path) -> No
     assert warm.recorded.losses != pytest.approx(unclipped.losses, rel=1e-6)
 
 
+def test_the_averages_go_on_in_pipeline_stages(bench: Bench, tmp_path: Path) -> None:
+    """For other layouts, and other settings before, see test_carried.py."""
+    flags = (*bench.data_flags, *CONSTANT, *SIMREG, *ADAGC, "--train-iters", str(STEPS))
+    whole = train(tmp_path / "whole", (*flags, *TP2.split()), processes=2)
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3")
+    train(tmp_path / "stopped", (*flags, *save, *TP2.split()), processes=2)
+    load = ("--load", str(tmp_path / "saved"), *PP2.split())
+    gone_on = train(tmp_path / "on", (*flags, *load), processes=2)
+    assert apart([state["gammas"] for state in whole.states[3:]], [state["gammas"] for state in gone_on.states]) < 1e-4
+    assert [state["steps"] for state in gone_on.states] == [4, 5, 6]
+
+
 def test_nothing_is_clipped_where_nothing_is_trained(bench: Bench, tmp_path: Path) -> None:
     flags = (*start(bench, "dense", 1), *ADAGC, "--skip-train", "--eval-iters", "1")
     done = runs.attempt(tmp_path, flags)
