@@ -76,8 +76,8 @@ def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: in
     triton = pytest.importorskip("simreg_megatron.kernels.triton", reason="Triton is not installed")
     batch, length, width, chunk = size
     options = {"chunk_size": chunk, "dtype": torch.bfloat16, "device": "cuda", "impl": "triton"}
-    nothing, gpu = mock.Mock(return_value=None), mock.Mock(return_value=(132, 9))
-    with mock.patch.multiple(triton, run=nothing, _gpu=gpu):
+    fakes = {"run": lambda *given, **constants: None, "_gpu": lambda _: (132, 9)}
+    with mock.patch.multiple(triton, **fakes):
         counted = predicted_bytes(batch, length, width, **options)
     logits = batch * length * 32000 * (2 + 4)
     assert batch * length * per_token < counted < batch * length * (per_token + 512) + 80 * MIB
