@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """For all tests: one thread, no network, an order in which long files come first, or one of chance, and old torches."""
 
-from __future__ import annotations
-
 import os
 
 # Before torch is imported. Workers take one core each; where another job holds a core, the second thread of a small sum

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A packed row that Megatron cuts over real context ranks equals the row in one process."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,10 +88,8 @@ def check_hybrid_rank(number: int) -> None:
 
     half = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     groups, alone = {2: half, 4: dist.group.WORLD}, One()
-    model_groups = SimpleNamespace(tp=alone, cp=alone, tp_cp=alone, dp_cp=dist.group.WORLD)
-    model = SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=False, hidden_size=256), pg_collection=model_groups
-    )
+    of_model = SimpleNamespace(tp=alone, cp=alone, tp_cp=alone, dp_cp=dist.group.WORLD)
+    model = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False, hidden_size=256), pg_collection=of_model)
     regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=24))
     cuts = ((4, 64), (2, 40)) if number < 2 else ((4, 64), (1, 28 + number), (1, 24))
     for micro_batch, (ranks, length) in enumerate(cuts):
@@ -104,9 +100,8 @@ def check_hybrid_rank(number: int) -> None:
         cu_seqlens = torch.tensor([[0, length]], dtype=torch.int32)
         row = {"labels": labels, "loss_mask": mask, "position_ids": torch.arange(length)[None], "tokens": None}
         row |= {"cu_seqlens": cu_seqlens, "local_cp_size": torch.tensor([ranks]), "hybrid_cp_group": None}
-        part = utils.get_batch_on_this_cp_rank(
-            row, is_hybrid_cp=True, hybrid_cp_group_func=lambda group_size: groups[group_size]
-        )
+        group_of = {"hybrid_cp_group_func": lambda group_size: groups[group_size]}
+        part = utils.get_batch_on_this_cp_rank(row, is_hybrid_cp=True, **group_of)
         packing = SimpleNamespace(
             qkv_format="thd", cu_seqlens_q=cu_seqlens[0], local_cp_size=ranks, cp_group=part["hybrid_cp_group"],
             tokens_per_sample=64,

@@ -2,8 +2,6 @@
 """Objectives that send sums, and labels that ranks permute alike: ranks that share sequences equal one process, in
 values and gradients."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -24,21 +22,19 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.pairs import View
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
-from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
+from tests.distributed.test_shard import LENGTH, TIGHT, WIDTH, over, part_of, pick, run_layout, sample
 from tests.helpers.processes import run_processes
-from tests.helpers.quick import quick
+
+pytestmark = pytest.mark.distributed
 
 
 def check_isotropy(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """The sums of all ranks add up to those of one process over the sampled positions."""
     metrics._SAMPLED_TOKENS = 30  # every fourth of the 96
-    rank = divmod(number, layout.tensor_size)
-    shard = SequenceShard(layout, rank, *groups(rank, layout))
-    given, held = sample(), layout.held(rank)
-    rows = pick(given["embeddings"], held)
-    kept = metrics.Metrics(config)
+    shard, _, states, _, valid = part_of(number, layout)
+    kept, given = metrics.Metrics(config), sample()
     for _ in range(2):  # micro-batches
-        kept._add_moments(rows, pick(given["valid"], held), shard)
+        kept._add_moments(states.detach().transpose(0, 1), valid, shard)
     assert kept._moments is not None
     for part in kept._moments:
         dist.all_reduce(part)
@@ -72,12 +68,9 @@ def whole(config: SimRegConfig, given: dict[str, Tensor]) -> tuple[Tensor, Tenso
 
 def check_rank(number: int, layout: ShardLayout, config: SimRegConfig, *, pulls_others: bool = True) -> None:
     """`pulls_others`: whether an anchor's term has a gradient in the states that it meets, too."""
-    rank = divmod(number, layout.tensor_size)
-    shard = SequenceShard(layout, rank, *groups(rank, layout))
-    given, held = sample(), layout.held(rank)
-    local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
-    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    terms = terms_of(config, shard, local, views)
+    shard, held, local, *others = part_of(number, layout)
+    rank, given = shard.rank, sample()
+    terms = terms_of(config, shard, local, chunk_views(config, shard, local, *others))
     context = layout.held(rank) if not layout.rows_split else replace(layout, rows_split=False).held(rank)
     base = torch.zeros(len(terms), layout.context_tokens, dtype=torch.float64, requires_grad=True)
     (add_gradient(base, terms, start=shard.start) * pick(given["weights"], context)).sum().backward()
@@ -131,16 +124,12 @@ CONFIGS = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize(
-    "layout", quick([TP3, CP2_SP2, CP2_TP2], lambda layout: layout != CP2_TP2), ids=["tp3", "cp2-sp2", "cp2-tp2"]
-)
+@over("tp3", "cp2-sp2", "cp2-tp2", quickly=("tp3", "cp2-sp2"))
 def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, config: SimRegConfig) -> None:
-    run_processes(check_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config)
+    run_layout(check_rank, tmp_path, layout, config)
 
 
-@pytest.mark.distributed
 def test_replicas_are_one_sample(tmp_path: Path) -> None:
     run_processes(check_replica, 2, tmp_path, sigreg("sample=replicas"))
 
@@ -148,16 +137,14 @@ def test_replicas_are_one_sample(tmp_path: Path) -> None:
 def check_predictions(number: int, layout: ShardLayout) -> None:
     """Each rank holds a part of the vocabulary and of the tokens; the margins are those of one process."""
     metrics._PREDICTED_TOKENS = 48  # every second of the 96
-    rank = divmod(number, layout.tensor_size)
-    shard = SequenceShard(layout, rank, *groups(rank, layout))
-    given, held = sample(), layout.held(rank)
+    shard, _, states, own_labels, own_valid = part_of(number, layout)
+    rank, given = shard.rank, sample()
     table = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     model = SimpleNamespace(output_layer=SimpleNamespace(weight=table.chunk(layout.tensor_size)[rank[1]]))
-    rows = pick(given["embeddings"], held).transpose(0, 1)
     kept = metrics.Metrics(sigreg())
     kept.wants_geometry = True
     kept._sums = torch.zeros(slots.NUMBER, dtype=torch.float64)
-    kept.observe_predictions(model, rows, pick(given["labels"], held), pick(given["valid"], held), shard)
+    kept.observe_predictions(model, states.detach(), own_labels, own_valid, shard)
     quantiles = kept._margin_quantiles(dist.group.WORLD)
     dist.all_reduce(kept._sums)
 
@@ -180,13 +167,11 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
     assert (own[len(own) // 2] - ordered[len(ordered) // 2]).abs() > 1e-3, "a part of the tokens has other quantiles"
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
+@over("tp3", "cp2-sp2", "cp2-tp2")
 def test_predictions_are_those_of_the_whole(tmp_path: Path, layout: ShardLayout) -> None:
-    run_processes(check_predictions, layout.context_size * layout.tensor_size, tmp_path, layout)
+    run_layout(check_predictions, tmp_path, layout)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
+@over("tp3", "cp2-sp2", "cp2-tp2")
 def test_isotropy_is_that_of_the_whole(tmp_path: Path, layout: ShardLayout) -> None:
-    run_processes(check_isotropy, layout.context_size * layout.tensor_size, tmp_path, layout, sigreg())
+    run_layout(check_isotropy, tmp_path, layout, sigreg())

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimReg over ranks that share a sequence equals SimReg on the whole sequence, in float64: terms and gradients."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,22 +19,19 @@ from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.documents import EndTokens, PackedLengths
+from simreg_megatron.sharded.documents import EndTokens
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick, quick_rows
 
+pytestmark = pytest.mark.distributed
+
 
 def check_bits(rank: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """Ranks that hold the same rows get the same bits; in float32, where the order of a sum shows."""
-    place = divmod(rank, layout.tensor_size)
-    shard = SequenceShard(layout, place, *groups(place, layout))
-    given, held = sample(), layout.held(place)
-    local = pick(given["embeddings"], held).float().transpose(0, 1).contiguous().requires_grad_()
-    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    (
-        simreg_over_ranks(config, shard, local, views) * pick(given["weights"], layout.anchors(place)).float()
-    ).sum().backward()
+    shard, _, local, *others = part_of(rank, layout, torch.float32)
+    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, *others))
+    (terms * pick(sample()["weights"], layout.anchors(shard.rank)).float()).sum().backward()
     copies = [torch.empty_like(local.grad) for _ in range(layout.tensor_size)]
     dist.all_gather(copies, local.grad, group=shard.tensor_group)
     assert local.grad.norm() > 0 and all(torch.equal(copies[0], copy) for copy in copies)
@@ -79,14 +75,9 @@ def whole(config: SimRegConfig, *, sample_length: int | None = None) -> tuple[Te
     embeddings = given["embeddings"].clone().requires_grad_()
     shape = (-1, sample_length or LENGTH)
     documents = documents_of(given["labels"]).reshape(shape) if config.document_mask else None
-    terms = simreg_loss(
-        embeddings.reshape(*shape, WIDTH),
-        given["labels"].reshape(shape),
-        valid=given["valid"].reshape(shape),
-        documents=documents,
-        reduction="none",
-        **options_of(config),
-    ).reshape(BATCH, LENGTH)
+    options = options_of(config) | {"valid": given["valid"].reshape(shape), "documents": documents}
+    rows, labels = embeddings.reshape(*shape, WIDTH), given["labels"].reshape(shape)
+    terms = simreg_loss(rows, labels, reduction="none", **options).reshape(BATCH, LENGTH)
     (terms * given["weights"]).sum().backward()
     return terms.detach(), embeddings.grad
 
@@ -106,20 +97,34 @@ def pick(values: Tensor, runs: tuple[tuple[int, int], ...]) -> Tensor:
     return torch.cat([values[:, first:last] for first, last in runs], dim=1)
 
 
-def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, sample_length: int | None) -> None:
-    rank = divmod(rank_number, layout.tensor_size)
-    shard = SequenceShard(layout, rank, *groups(rank, layout))
-    given, held = sample(), layout.held(rank)
-    local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
-    views = chunk_views(
-        config,
-        shard,
-        local,
-        pick(given["labels"], held),
-        pick(given["valid"], held),
-        documents=EndTokens(END) if config.document_mask else None,
-        sample_length=sample_length,
-    )
+class Part(NamedTuple):
+    """One rank's shard, the runs that it holds, and its states [S, B, D], labels and mask [B, S]."""
+
+    shard: SequenceShard
+    held: tuple[Run, ...]
+    states: Tensor
+    labels: Tensor
+    valid: Tensor
+
+
+def part_of(number: int, layout: ShardLayout, dtype: torch.dtype = torch.float64) -> Part:
+    rank, given = divmod(number, layout.tensor_size), sample()
+    held = layout.held(rank)
+    rows, labels, valid = (pick(given[name], held) for name in ("embeddings", "labels", "valid"))
+    states = rows.to(dtype).transpose(0, 1).contiguous().requires_grad_()
+    return Part(SequenceShard(layout, rank, *groups(rank, layout)), held, states, labels, valid)
+
+
+def run_layout(check: Callable[..., None], tmp_path: Path, layout: ShardLayout, *arguments: Any) -> None:
+    run_processes(check, layout.context_size * layout.tensor_size, tmp_path, layout, *arguments)
+
+
+def check_rank(number: int, layout: ShardLayout, config: SimRegConfig, sample_length: int | None) -> None:
+    shard, held, local, labels, valid = part_of(number, layout)
+    rank, given = shard.rank, sample()
+    documents = EndTokens(END) if config.document_mask else None
+    options = {"documents": documents, "sample_length": sample_length}
+    views = chunk_views(config, shard, local, labels, valid, **options)
     terms = simreg_over_ranks(config, shard, local, views, sample_length=sample_length)
 
     # The per-token loss covers the context rank's tokens on every tensor rank, as Megatron's does.
@@ -142,16 +147,21 @@ CP2, CP2_SP2, CP2_TP2 = ShardLayout(LENGTH, 2, 1), ShardLayout(LENGTH, 2, 2), Sh
 LAYOUTS = {"sp2": SP2, "tp2": TP2, "tp3": TP3, "cp2": CP2, "cp2-sp2": CP2_SP2, "cp2-tp2": CP2_TP2}
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def over(*names: str, quickly: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """A test over layouts; of those, only the ones that are named `quickly` are not slow, if any are."""
+    slow = [name for name in names if quickly and name not in quickly]
+    layouts = [pytest.param(LAYOUTS[name], id=name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+    return pytest.mark.parametrize("layout", layouts)
+
+
+@over(*LAYOUTS)
 @pytest.mark.parametrize("chunk_size", quick([0, 4, 7, 8, 12, 100], lambda size: size == 7))
 def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, chunk_size: int) -> None:
     """Chunks inside blocks, across ranks, ragged, and the whole sequence."""
-    size = layout.context_size * layout.tensor_size
-    run_processes(check_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size), None)
+    run_layout(check_rank, tmp_path, layout, replace(BASE, chunk_size=chunk_size), None)
 
 
-def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig) -> None:
+def check_sharing_rank(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """As `check_rank`, with too many pairs to keep: each is computed on one rank, for both of its tokens."""
     tiles.LIMITS["cpu"] = tiles.LIMITS["cpu"]._replace(kept=0, side=5)
 
@@ -166,7 +176,7 @@ def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConf
         return measure_part(tokens, anchors, rectangles, *options)
 
     form.measure_part = counted
-    check_rank(rank_number, layout, config, None)
+    check_rank(number, layout, config, None)
     total = torch.tensor([sum(counts)])
     dist.all_reduce(total)
     size = config.chunk_size or LENGTH
@@ -174,77 +184,54 @@ def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConf
     assert total == BATCH * sum(length**2 for length in lengths) / 2, "every pair once"
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "layout", quick(LAYOUTS.values(), lambda layout: layout in (TP3, CP2_SP2, CP2_TP2)), ids=LAYOUTS
-)
+@over(*LAYOUTS, quickly=("tp3", "cp2-sp2", "cp2-tp2"))
 @pytest.mark.parametrize("chunk_size", quick([0, 12], lambda size: size == 0))
 def test_pairs_are_shared(tmp_path: Path, layout: ShardLayout, chunk_size: int) -> None:
-    size = layout.context_size * layout.tensor_size
-    run_processes(check_sharing_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size))
+    run_layout(check_sharing_rank, tmp_path, layout, replace(BASE, chunk_size=chunk_size))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "layout", quick([SP2, TP3, CP2_SP2], lambda layout: layout == CP2_SP2), ids=["sp2", "tp3", "cp2-sp2"]
-)
-@pytest.mark.parametrize("chunk_size", quick([8, 12], lambda size: size == 12))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"chunk_weight": "uniform"},
-        {"chunk_weight": "pos-neg-ratio"},
-        {"chunk_weight": "neg-pos-ratio"},
-        {"chunk_weight": "count-corrected"},
-        {"document_mask": True},
-        {"document_mask": True, "chunk_weight": "neg-pos-ratio"},
-        {"self_positive": "never", "chunk_weight": "uniform"},
-        {"group_reduce": "mean", "similarity": "dot", "temperature": 2.0},
-    ],
-    ids=lambda options: "-".join(str(value) for value in options.values()),
-)
-def test_weights_and_documents_are_those_of_the_whole_sequence(
-    tmp_path: Path, layout: ShardLayout, chunk_size: int, options: dict
-) -> None:
-    size = layout.context_size * layout.tensor_size
-    run_processes(check_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size, **options), None)
+OF_WHOLE_SEQUENCES = [
+    {"chunk_weight": "uniform"},
+    {"chunk_weight": "pos-neg-ratio"},
+    {"chunk_weight": "neg-pos-ratio"},
+    {"chunk_weight": "count-corrected"},
+    {"document_mask": True},
+    {"document_mask": True, "chunk_weight": "neg-pos-ratio"},
+    {"self_positive": "never", "chunk_weight": "uniform"},
+    {"group_reduce": "mean", "similarity": "dot", "temperature": 2.0},
+]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", [SP2, TP3], ids=["sp2", "tp3"])
+@over("sp2", "tp3", "cp2-sp2", quickly=("cp2-sp2",))
+@pytest.mark.parametrize("size", quick([8, 12], lambda size: size == 12))
+@pytest.mark.parametrize("options", OF_WHOLE_SEQUENCES, ids=lambda options: "-".join(map(str, options.values())))
+def test_weights_and_documents_are_those_of_the_whole(tmp_path: Path, layout: ShardLayout, size: int, options) -> None:
+    run_layout(check_rank, tmp_path, layout, replace(BASE, chunk_size=size, **options), None)
+
+
+@over("sp2", "tp3")
 @pytest.mark.parametrize("chunk_weight", quick(["token", "uniform"], lambda weight: weight == "uniform"))
 def test_packed_samples_never_meet(tmp_path: Path, layout: ShardLayout, chunk_weight: str) -> None:
     """Two samples of 16 tokens in one row; chunks of 6 start again in each."""
     config = replace(BASE, chunk_size=6, chunk_weight=chunk_weight)
-    run_processes(check_rank, layout.tensor_size, tmp_path, layout, config, 16)
+    run_layout(check_rank, tmp_path, layout, config, 16)
 
 
-def check_local_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig) -> None:
+def check_local_rank(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """Scope local: each run that a rank holds is its own sequence; nothing travels."""
-    rank = divmod(rank_number, layout.tensor_size)
-    row_group, tensor_group = groups(rank, layout)
+    shard, held, local, *others = part_of(number, layout)
+    given, anchors = sample(), layout.anchors(shard.rank)
     dist.all_to_all_single = dist.all_gather_into_tensor = None  # would fail if called
-    shard = SequenceShard(layout, rank, row_group, tensor_group)
-    given, held = sample(), layout.held(rank)
-    local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
-    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    terms = simreg_over_ranks(config, shard, local, views)
-    weights = pick(given["weights"], layout.anchors(rank))
-    (terms * weights).sum().backward()
+    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, *others))
+    (terms * pick(given["weights"], anchors)).sum().backward()
 
     embeddings = given["embeddings"].clone().requires_grad_()
     expected = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
     for first, last in held:
-        run = slice(first, last)
-        expected[:, run] = simreg_loss(
-            embeddings[:, run],
-            given["labels"][:, run],
-            valid=given["valid"][:, run],
-            reduction="none",
-            **options_of(config),
-        )
+        rows, labels, valid = (part[:, first:last] for part in (embeddings, given["labels"], given["valid"]))
+        expected[:, first:last] = simreg_loss(rows, labels, valid=valid, reduction="none", **options_of(config))
     (expected * given["weights"]).sum().backward()
-    torch.testing.assert_close(terms, pick(expected, layout.anchors(rank)), **TIGHT)
+    torch.testing.assert_close(terms, pick(expected, anchors), **TIGHT)
     torch.testing.assert_close(local.grad.transpose(0, 1), pick(embeddings.grad, held), **TIGHT)
     exact, _ = whole(replace(config, scope="exact"))
     apart = torch.tensor([(pick(exact, held) - pick(expected.detach(), held)).abs().max()])
@@ -252,37 +239,23 @@ def check_local_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig
     assert apart.item() > 1e-2, "the scopes must differ in this sample"
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "layout",
-    quick([SP2, CP2, CP2_SP2, CP2_TP2], lambda layout: layout in (SP2, CP2_TP2)),
-    ids=["sp2", "cp2", "cp2-sp2", "cp2-tp2"],
-)
-@pytest.mark.parametrize(
-    ("chunk_size", "chunk_weight"),
-    quick_rows(
-        [(0, "token"), (7, "token"), (7, "uniform"), (7, "count-corrected")],
-        lambda case: case in ((0, "token"), (7, "uniform")),
-    ),
-)
-def test_local_scope_ends_chunks_at_blocks(
-    tmp_path: Path, layout: ShardLayout, chunk_size: int, chunk_weight: str
-) -> None:
+LOCAL_CHUNKS = [(0, "token"), (7, "uniform"), (7, "token"), (7, "count-corrected")]
+
+
+@over("sp2", "cp2", "cp2-sp2", "cp2-tp2", quickly=("sp2", "cp2-tp2"))
+@pytest.mark.parametrize(("size", "weight"), quick_rows(LOCAL_CHUNKS, lambda case: case in LOCAL_CHUNKS[:2]))
+def test_local_scope_ends_chunks_at_blocks(tmp_path: Path, layout: ShardLayout, size: int, weight: str) -> None:
     """A block that is one chunk has no weight to take."""
-    config = replace(BASE, scope="local", chunk_size=chunk_size, chunk_weight=chunk_weight)
-    run_processes(check_local_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config)
+    config = replace(BASE, scope="local", chunk_size=size, chunk_weight=weight)
+    run_layout(check_local_rank, tmp_path, layout, config)
 
 
 def check_half_precision(rank: int, layout: ShardLayout, config: SimRegConfig, dtype: torch.dtype) -> None:
     """Rows travel in their own type, gradients are summed in float32: as if one process had seen everything."""
-    place = divmod(rank, layout.tensor_size)
-    shard = SequenceShard(layout, place, *groups(place, layout))
-    given, held = sample(), layout.held(place)
-    local = pick(given["embeddings"], held).to(dtype).transpose(0, 1).contiguous().requires_grad_()
-    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    (
-        simreg_over_ranks(config, shard, local, views) * pick(given["weights"], layout.anchors(place)).float()
-    ).sum().backward()
+    shard, held, local, *others = part_of(rank, layout, dtype)
+    given = sample()
+    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, *others))
+    (terms * pick(given["weights"], layout.anchors(shard.rank)).float()).sum().backward()
     assert local.grad.dtype == dtype
     embeddings = given["embeddings"].to(dtype).float().requires_grad_()
     terms = simreg_loss(embeddings, given["labels"], valid=given["valid"], reduction="none", **options_of(config))
@@ -292,35 +265,14 @@ def check_half_precision(rank: int, layout: ShardLayout, config: SimRegConfig, d
     assert off < torch.finfo(dtype).eps / 4, "one rounding at the end, and hardly ever another one"
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("layout", "dtype"), [(SP4, torch.float16), (CP2_TP2, torch.bfloat16)], ids=["sp4-fp16", "cp2-tp2-bf16"]
-)
+HALVES = {"sp4-fp16": (SP4, torch.float16), "cp2-tp2-bf16": (CP2_TP2, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(("layout", "dtype"), HALVES.values(), ids=HALVES)
 def test_half_precision_rounds_once(tmp_path: Path, layout: ShardLayout, dtype: torch.dtype) -> None:
-    size = layout.context_size * layout.tensor_size
-    run_processes(check_half_precision, size, tmp_path, layout, replace(BASE, chunk_size=0), dtype)
+    run_layout(check_half_precision, tmp_path, layout, replace(BASE, chunk_size=0), dtype)
 
 
-def test_documents_from_packing_lengths() -> None:
-    borders = torch.tensor([0, 5, 6, 20], dtype=torch.int32)
-    labels = torch.zeros(1, 10, dtype=torch.long)
-    numbers = PackedLengths(borders).of(labels, (3, 13))
-    assert numbers.tolist() == [[1, 1, 2, 3, 3, 3, 3, 3, 3, 3]]
-
-
-def test_documents_from_end_tokens_agree_with_megatrons_position_ids() -> None:
-    """Megatron restarts positions behind each end token in the input; the labels are the inputs one later."""
-    inputs = torch.tensor([1, 2, END, 3, 4, 5 + 1, END, END, 7, 8])
-    labels = torch.cat([inputs[1:], torch.tensor([9])]).unsqueeze(0)
-    numbers = EndTokens(END).of(labels, (0, 10))[0]
-    expected, document = [], 0
-    for token in inputs.tolist():
-        expected.append(document)
-        document += token == END
-    assert numbers.tolist() == expected
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", [TP3, CP2_TP2], ids=["tp3", "cp2-tp2"])
+@over("tp3", "cp2-tp2")
 def test_replicas_get_the_same_bits(tmp_path: Path, layout: ShardLayout) -> None:
-    run_processes(check_bits, layout.context_size * layout.tensor_size, tmp_path, layout, replace(BASE, chunk_size=0))
+    run_layout(check_bits, tmp_path, layout, replace(BASE, chunk_size=0))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many faults, each judged against the undisturbed run of its layout: a row for each, in a CSV that can go on."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import json
@@ -55,13 +53,7 @@ class Row:
 
 
 class Campaign:
-    """Runs faults in folders of its own below `work`.
-
-    Args:
-        work: for text, undisturbed runs and the runs in progress.
-        results: the CSV; its rows are not run again.
-        keep: leave the folders of sound runs, too.
-    """
+    """Runs faults in folders of its own below `work`; a fault with a row in `results`, a CSV, is not run again."""
 
     def __init__(self, work: Path, results: Path, *, keep: bool = False) -> None:
         self.work, self.results, self.keep = work.resolve(), results, keep
@@ -146,7 +138,6 @@ class Campaign:
 
 
 def complaints(fault: Fault, life: Life, loss: judge.Loss) -> list[str]:
-    """List further violations, apart from the weights."""
     wrong = []
     if not life.struck:
         wrong.append("nothing struck")

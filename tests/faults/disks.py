@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """File systems of their own for a run's output or its checkpoints: small ones that fill up, and read-only ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
@@ -14,13 +12,11 @@ ROOM = 256 << 20
 
 
 def are_allowed() -> bool:
-    """Only root may mount."""
     return os.geteuid() == 0
 
 
 @contextmanager
 def small(folder: Path, size: int = ROOM) -> Iterator[None]:
-    """A disk in memory of `size` bytes at `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
     try:

@@ -4,8 +4,6 @@
 Signals from inside hit a rank at an event; "clock" hits it from outside, at any moment of a start, imports included.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -42,18 +40,12 @@ _COMMAND_EVERY = 7
 
 @dataclass(frozen=True)
 class Fault:
-    """One run that is struck.
-
-    Attributes:
-        then: the layout that the run goes on in; empty for its own.
-    """
-
     layout: str
     kind: str
     moment: str
     seed: int
     way: str = SHARED
-    then: str = ""
+    then: str = ""  # the layout that the run goes on in; empty for its own
 
     @property
     def name(self) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judge whether a run that was struck lost no more than it may: from its logs, and its last checkpoint bit by bit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -41,8 +39,6 @@ _IN_USE = "is in use by another run"
 
 @dataclass(frozen=True)
 class StartLog:
-    """Facts from the log of one start."""
-
     began: float
     status: int
     reached: int | None  # the last step that ended
@@ -112,7 +108,6 @@ def seconds_to_go_on(starts: Sequence[StartLog]) -> float:
 
 
 def newest(output: Path) -> Path:
-    """The checkpoint of the last step."""
     return output / "checkpoints" / f"iter_{STEPS:07d}"
 
 
@@ -139,7 +134,6 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Names whose bits differ, or that only one has."""
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 

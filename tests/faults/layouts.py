@@ -28,54 +28,33 @@ _EXPERTS_ALIKE = ("--moe-router-load-balancing-type", "none")  # that loss would
 
 @dataclass(frozen=True)
 class Layout:
-    """A run as a user would start it.
-
-    Attributes:
-        split: flags that spread the model over `processes`.
-        states: what the run carries besides weights and Adam's averages; it stays when the layout is changed.
-        goes_on_in: layouts in which the same run may go on, to the same numbers but for rounding.
-    """
-
     name: str
     processes: int
-    split: tuple[str, ...]
-    states: tuple[str, ...]
+    split: tuple[str, ...]  # flags that spread the model
+    states: tuple[str, ...]  # flags of what it carries besides weights and Adam's averages, in every layout
     family: str = "llama"
-    goes_on_in: tuple[str, ...] = ()
+    goes_on_in: tuple[str, ...] = ()  # layouts in which it may go on, to the same numbers but for rounding
 
-    @property
-    def script(self) -> str:
-        return f"launch/pretrain_{self.family}.sh"
-
-    def words(self, text: Path, output: Path, among: Layout | None = None) -> list[str]:
-        """Return the arguments of the script; `among` is the layout that the run goes on in."""
+    def torchrun_words(self, text: Path, output: Path, among: Layout | None = None) -> list[str]:
+        """The script and its arguments; `among` is the layout that the run goes on in."""
         data = ["--data", str(text / "train"), "--valid-data", str(text / "valid")]
         data += ["--tokenizer", str(text / "tokenizer.model"), "--data-cache-path", str(output / "cache")]
         flags = [*_LENGTH, *_MODEL, *_PATIENCE, *self.states, *(among or self).split]
-        return [*data, *flags, "--output", str(output), "--auto-resume"]
-
-    def torchrun_words(self, text: Path, output: Path, among: Layout | None = None) -> list[str]:
-        """The whole command after `bash`, or after torchrun's own words."""
-        return [self.script, *self.words(text, output, among)]
+        return [f"launch/pretrain_{self.family}.sh", *data, *flags, "--output", str(output), "--auto-resume"]
 
 
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+_EP2 = ("--expert-model-parallel-size", "2")
 _ALL = (
     Layout("one", 1, (), (*_ADAGC, *_RAMP, *_DROPOUT)),
     Layout("tp2-sp", 2, _TP2, (*_ADAGC, *_EXPONENTS), goes_on_in=("one", "pp2", "cp2")),
     Layout("pp2", 2, ("--pipeline-model-parallel-size", "2"), (*_SIGMOID, *_RAMP), goes_on_in=("one", "tp2-sp")),
     Layout("cp2", 2, ("--context-parallel-size", "2"), (*_EXPONENTS, *_RAMP), goes_on_in=("one", "tp2-sp", "pp2")),
     Layout("dp2", 2, (), ("--use-distributed-optimizer", "--bf16", *_ADAGC, *_RAMP, *_DROPOUT)),
-    Layout(
-        "ep2",
-        2,
-        ("--expert-model-parallel-size", "2"),
-        (*_EXPERTS_ALIKE, *_SIGMOID, *_ADAGC),
-        family="mixtral",
-        goes_on_in=("pp2-ep2",),  # Megatron's optimizer cannot be loaded into another number of expert-parallel ranks
-    ),
+    # Megatron's optimizer cannot be loaded into another number of expert-parallel ranks.
+    Layout("ep2", 2, _EP2, (*_EXPERTS_ALIKE, *_SIGMOID, *_ADAGC), family="mixtral", goes_on_in=("pp2-ep2",)),
 )
 LAYOUTS = {layout.name: layout for layout in _ALL}
-_STAGES_OF_EXPERTS = ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2")
+_STAGES_OF_EXPERTS = ("--pipeline-model-parallel-size", "2", *_EP2)
 TARGETS = {**LAYOUTS, "pp2-ep2": Layout("pp2-ep2", 4, _STAGES_OF_EXPERTS, (), family="mixtral")}
 """Where a run may go on: nothing strikes it there."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run from its first start to its end, struck on the way, and started again by its own command each time."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -19,8 +17,9 @@ from tests.faults.faults import HANGS, OF_A_DISK, SAVE, START, Fault
 from tests.faults.faults import strikes as drawn_strikes
 from tests.faults.judge import StartLog
 from tests.faults.layouts import LAYOUTS, TARGETS
-from tests.faults.starts import Start, send
+from tests.faults.starts import Start
 from tests.faults.strike import NONE, SIGNALS, Strike
+from tests.helpers import jobs
 
 MOST_STARTS = 6
 LIMIT = 900.0
@@ -33,22 +32,12 @@ _TIMED_OUT = 124
 
 @dataclass
 class Life:
-    """The outcome of one run.
-
-    Attributes:
-        starts: facts from the log of each start.
-        struck: the marks of the strikes that happened.
-        left: processes that outlived the run.
-        blow: the number of the start that the fault itself struck, from 0.
-        passes: SimReg's values in each micro-batch of a step that was computed twice.
-    """
-
     output: Path
     starts: list[StartLog] = field(default_factory=list)
-    struck: list[str] = field(default_factory=list)
-    left: int = 0
-    passes: tuple[str, ...] = ()
-    blow: int = 0
+    struck: list[str] = field(default_factory=list)  # marks of the strikes that happened
+    left: int = 0  # processes that outlived the run
+    passes: tuple[str, ...] = ()  # SimReg's values in each micro-batch of a step that was computed twice
+    blow: int = 0  # the start that the fault itself struck
 
     @property
     def has_ended(self) -> bool:
@@ -56,13 +45,7 @@ class Life:
 
 
 class Runner:
-    """Starts one run again and again.
-
-    Args:
-        fault: what happens to it.
-        folder: for its output, logs and marks.
-        text: the prepared text.
-    """
+    """Starts one run again and again; its output, logs and marks go into `folder`."""
 
     def __init__(self, fault: Fault, folder: Path, text: Path) -> None:
         self.fault, self.folder, self.text = fault, folder, text
@@ -73,7 +56,6 @@ class Runner:
         self._groups: set[int] = set()
 
     def live(self, attempt: int = 0) -> Life:
-        """All starts, from the first one to the run's end."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.notes.mkdir(parents=True)
         planned = [] if self.fault.kind == NONE else drawn_strikes(self.fault, *self._places(), attempt)
@@ -154,7 +136,7 @@ class Runner:
             start.kill()
             return True
         number = SIGNALS.get(strike.kind, signal.SIGKILL)
-        return send(start.pid if strike.kind == "torchrun" else start.rank(strike.rank), number)
+        return jobs.send(start.pid if strike.kind == "torchrun" else start.rank(strike.rank), number)
 
     def _after_strikes(self) -> None:
         if self.fault.kind in OF_A_DISK and self.life.starts and not self.life.has_ended:
@@ -176,7 +158,7 @@ class Runner:
         time.sleep(1)
         mine = {pid for pid in _processes() if _belongs(pid, self._groups, str(self.notes))}
         for pid in mine:
-            send(pid, signal.SIGKILL)
+            jobs.send(pid, signal.SIGKILL)
         return len(mine)
 
     # Disks

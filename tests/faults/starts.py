@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One start of a run: by its documented command word for word, or the same with the imports shared.
 
-Importing torch and Megatron in every process takes ten times as long as the run. A shared start is the same torchrun,
-through our `launch/agent.py`, and the same launch script; only its processes are forked from one that has imported
-everything, instead of a new Python. Processes, signals, exit statuses and files are real in both.
+A shared start saves the imports, nine tenths of the time: its ranks are forked from a process that has imported
+everything. torchrun, the launch script, processes, signals, exit statuses and files are real in both.
 """
-
-from __future__ import annotations
 
 import multiprocessing
 import os
@@ -32,15 +29,7 @@ COMMAND, SHARED = "command", "shared"
 
 
 class Start:
-    """A start of a run that goes on in the background.
-
-    Args:
-        way: COMMAND or SHARED.
-        words: the launch script and its words.
-        log: what all its processes say is added there.
-        notes: folder of the strike's marks.
-        environment: added to this process's own.
-    """
+    """A start that goes on in the background: the launch script and its words, with a log for all its processes."""
 
     def __init__(
         self, way: str, words: Sequence[str], *, processes: int, log: Path, notes: Path, environment: Mapping[str, str]
@@ -74,18 +63,7 @@ class Start:
     def kill(self) -> None:
         """All of it at once, as a node that dies."""
         for pid in jobs.with_descendants([self.pid, *self.groups()]):
-            send(pid, signal.SIGKILL)
-
-
-def send(pid: int | None, number: signal.Signals) -> bool:
-    """Return whether there was such a process."""
-    if not pid:
-        return False
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+            jobs.send(pid, signal.SIGKILL)
 
 
 def _by_command(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

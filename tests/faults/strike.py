@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that strike a rank from inside, at a chosen moment; nothing of it is in the package.
 
-A rank that starts with `VARIABLE` in its environment arms the strike named there. The moments are Megatron's steps and
-what Python's audit hooks report of files: the n-th change beneath the checkpoints, the n-th beneath the rest of the
-output, the n-th read of a checkpoint. A mark in the fault's folder shows that it happened, and keeps it from happening
-twice.
+A rank with `VARIABLE` in its environment arms the strike named there. Moments are Megatron's steps and what Python's
+audit hooks report of files. A mark in the fault's folder shows that it happened, and keeps it from happening twice.
 """
-
-from __future__ import annotations
 
 import ctypes
 import functools
@@ -37,25 +33,13 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Strike:
-    """One strike at one start of a run.
-
-    Attributes:
-        kind: what happens; "none" only counts events.
-        when: "step", "save", "write", "resume"; "clock" is struck from outside.
-        number: of the step, or of the event, from 1.
-        delay: seconds from there.
-        rank: that is struck.
-        output: the run's folder.
-        notes: where marks go.
-    """
-
-    kind: str
-    when: str
-    number: int
-    delay: float
-    rank: int
-    output: str
-    notes: str
+    kind: str  # "none" only counts events
+    when: str  # "step", "save", "write", "resume"; "clock" is struck from outside
+    number: int  # of the step, or of the event, from 1
+    delay: float  # seconds from there
+    rank: int  # that is struck
+    output: str  # the run's folder
+    notes: str  # where marks go
 
     def in_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -79,8 +63,6 @@ def retire() -> None:
 
 
 class Armed:
-    """A strike that waits for its moment."""
-
     def __init__(self, strike: Strike) -> None:
         self.strike = strike
         self.notes, self.output = Path(strike.notes), strike.output + os.sep
@@ -155,8 +137,6 @@ class Armed:
 
 
 class InjectedError(RuntimeError):
-    """The exception that is raised in a rank."""
-
     def __init__(self, *args: object) -> None:
         super().__init__(*(args or ("an injected exception",)))
 
@@ -168,7 +148,6 @@ def _writes(mode: Any, flags: Any) -> bool:
 
 
 def act(strike: Strike) -> None:
-    """Do it, in this process."""
     if strike.kind in FROM_OUTSIDE:
         return
     if strike.kind in SIGNALS:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page's table of a campaign: for each kind of fault the runs of each layout, what they lost, and what was said."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 
 from benchmarks.records import Record
@@ -19,7 +16,6 @@ _LONGEST = 110
 
 
 def table(rows: Sequence[Record]) -> Iterator[str]:
-    """Lines of Markdown."""
     yield "| fault | " + " | ".join(LAYOUTS) + " | steps lost, at most | s to go on | said most often |"
     yield "| --- " * (len(LAYOUTS) + 4) + "|"
     for kind in MOMENTS:
@@ -54,8 +50,3 @@ def _seconds(rows: Iterable[Record]) -> str:
 def _said(rows: Iterable[Record]) -> str:
     counted = Counter(_PATH.sub("", row["said"]).replace("|", "/")[:_LONGEST] for row in rows if row["status"] != "0")
     return counted.most_common(1)[0][0] if counted else "nothing: it went on"
-
-
-def publish(rows: Sequence[Record], results: Path) -> None:
-    """Write the table next to the rows."""
-    results.with_suffix(".md").write_text("\n".join(table(rows)) + "\n", encoding="utf-8")

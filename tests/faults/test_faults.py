@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A handful of faults on real runs, one of each sort."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regression tests for what the campaigns found, each of which fails without its fix."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,9 +74,7 @@ class TestNoStartAtStep0:
         refuse_start_over(args)
 
     @pytest.mark.parametrize("flags", [("--simreg-lambda", "1"), ("--adagc",)])
-    def test_the_plugin_refuses_it_before_a_model_is_built(
-        self, flags: tuple[str, ...], untracked: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_plugin_refuses_it_before_a_model_is_built(self, flags, untracked: Path, monkeypatch) -> None:
         args = add_simreg_arguments(argparse.ArgumentParser()).parse_args(flags)
         vars(args).update(load=str(untracked), log_interval=1, clip_grad=1.0)
         monkeypatch.setattr(compat, "arguments", lambda: args)

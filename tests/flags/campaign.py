@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many combinations: each batch draws from its own number, and a table of what they came to keeps growing."""
 
-from __future__ import annotations
-
-import csv
 import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import records
 from tests.flags.combination import Combination
 from tests.flags.judge import RAN, WRONG, Verdict, apart, judged
 from tests.flags.life import live
@@ -19,20 +17,12 @@ _BATCHES = "batches"
 
 
 class Row(NamedTuple):
-    """A verdict that some combinations share.
-
-    Attributes:
-        kind, what: of the verdict.
-        combinations: how many.
-        compared: how many of these were also run without us, and were as they should be next to those.
-        detail: words for a reader.
-        flags: the shortest of them.
-    """
+    """A verdict that some combinations share, with words for a reader and the shortest flags."""
 
     kind: str
     what: str
     combinations: int
-    compared: int
+    compared: int  # how many of these were also run without us, and were as they should be next to those
     detail: str
     flags: str
 
@@ -44,10 +34,8 @@ class Table:
         self._path = path
         self.rows: dict[tuple[str, str], Row] = {}
         self.batches = 0
-        if path.is_file():
-            with path.open(newline="", encoding="utf-8") as file:
-                for line in csv.DictReader(file):
-                    self._read(line)
+        for line in records.read(path) if path.is_file() else ():
+            self._read(line)
 
     def _read(self, line: dict[str, str]) -> None:
         if line["kind"] == _BATCHES:
@@ -72,14 +60,8 @@ class Table:
         self.rows[verdict[:2]] = shortest._replace(**counts)
 
     def keep(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        with part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(Row._fields)
-            writer.writerows(row for _, row in sorted(self.rows.items()))
-            writer.writerow((_BATCHES, "", self.batches, 0, "", ""))
-        part.replace(self._path)
+        batches = Row(_BATCHES, "", self.batches, 0, "", "")
+        records.write(self._path, (row._asdict() for row in [*sorted(self.rows.values()), batches]))
 
 
 def shown(combination: Combination) -> str:

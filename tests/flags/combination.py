@@ -27,13 +27,7 @@ BASE: Group = (
 
 @dataclass(frozen=True)
 class Combination:
-    """Flags of one run.
-
-    Attributes:
-        ours: each a word.
-        groups: of Megatron's, each some words that belong together.
-        processes: that it runs on.
-    """
+    """Flags of one run: ours, and groups of Megatron's, each some words that belong together."""
 
     ours: tuple[str, ...]
     groups: tuple[Group, ...]

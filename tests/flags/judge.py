@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts on one combination: it trains, one sentence of ours refuses it, or Megatron fails without us, too."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -47,10 +45,8 @@ def judged(combination: Combination, found: list[Outcome], plain: Callable[[Comb
 
 
 def apart(combination: Combination, found: list[Outcome], plain: list[Outcome]) -> Verdict | None:
-    """Compare a run that trained with the same run without us, and return what is wrong; None if nothing is.
-
-    The value of the first loss is Megatron's in any case; the parameters are if and only if nothing of ours trains.
-    """
+    """Compare a run that trained with the same without us: what is wrong. The first loss is Megatron's; parameters are
+    if and only if nothing of ours trains."""
     if _first_failure(plain) is not None:
         return Verdict(WRONG, "plain Megatron fails where we train", _signature(_first_failure(plain) or Outcome()))
     for ours, theirs in zip(found, plain, strict=True):
@@ -59,9 +55,8 @@ def apart(combination: Combination, found: list[Outcome], plain: list[Outcome]) 
     if any(norm is None for outcome in found for norm in outcome.norms):
         return None  # skipped: no parameter moved
     same = all(ours.digest == theirs.digest for ours, theirs in zip(found, plain, strict=True))
-    changes = any(any(outcome.strength) and outcome.terms for outcome in found) or any(
-        "--adagc" in word for word in combination.ours
-    )
+    clips = any("--adagc" in word for word in combination.ours)
+    changes = clips or any(any(outcome.strength) and outcome.terms for outcome in found)
     if same and changes and _is_felt(combination, found):
         return Verdict(WRONG, "trains as plain Megatron does", f"{found[0].norms}")
     if not same and not changes:
@@ -72,21 +67,14 @@ def apart(combination: Combination, found: list[Outcome], plain: list[Outcome]) 
 def _is_felt(combination: Combination, found: list[Outcome]) -> bool:
     """Return whether some bit must change: SimReg of a strong weight alone, and not so near 0 that float32 loses it."""
     given = _given(combination)
-    strong = ":" in given.get("--simreg-objective", "") or given.get("--simreg-lambda") in (
-        "auto",
-        "0.5",
-        "3",
-        "10",
-        "1e4",
-    )
-    terms = [
-        value for outcome in found for line in outcome.logged for name, value in line.items() if name.endswith(" loss")
-    ]
+    weights = ("auto", "0.5", "3", "10", "1e4")
+    strong = ":" in given.get("--simreg-objective", "") or given.get("--simreg-lambda") in weights
+    logged = [pair for outcome in found for line in outcome.logged for pair in line.items()]
+    terms = [value for name, value in logged if name.endswith(" loss")]
     return strong and "--adagc" not in combination.ours and max(terms, default=0.0) > _LOST
 
 
 def _given(combination: Combination) -> dict[str, str]:
-    """Values by flag; the last one wins."""
     return dict(word.partition("=")[::2] for word in combination.ours)
 
 
@@ -110,13 +98,8 @@ def _is_our_sentence(failed: Outcome) -> bool:
     elif not (failed.is_ours and failed.error in _OUR_ERRORS):
         return False
     own_words = re.sub(r"9{9,}", "9", said)
-    return (
-        "\n" not in said
-        and said.isprintable()
-        and len(own_words) <= _LONGEST
-        and bool(_OURS.search(said))
-        and bool(_MEND.search(said))
-    )
+    is_one_line = "\n" not in said and said.isprintable() and len(own_words) <= _LONGEST
+    return is_one_line and bool(_OURS.search(said)) and bool(_MEND.search(said))
 
 
 def _sound(found: list[Outcome]) -> bool:
@@ -141,13 +124,10 @@ def _silent(combination: Combination, found: list[Outcome]) -> str:
     if not steps:
         return ""  # --skip-train
     names = {name for outcome in found for line in outcome.logged for name in line}
-    if any(any(outcome.strength) for outcome in found) and not any(outcome.terms for outcome in found):
+    trains = any(any(outcome.strength) for outcome in found)
+    if trains and not any(outcome.terms for outcome in found):
         return "SimReg trains and computed no term"
-    if (
-        _is_on(combination)
-        and not any(any(outcome.strength) for outcome in found)
-        and "--simreg-objective=none" not in combination.ours
-    ):
+    if _is_on(combination) and not trains and "--simreg-objective=none" not in combination.ours:
         return "SimReg is asked for and trains in no step"
     if _is_on(combination) and not any(name.endswith(" loss") for name in names):
         return "SimReg is on and not in the log"

@@ -5,8 +5,6 @@ Everything is Megatron's own: its parser, its checks, its model, its loop. Chang
 a few short documents in the place of 100,000 long ones, which would take most of the time; and steps leave notes.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -36,29 +34,15 @@ _TAIL = 500  # characters of a log
 
 @dataclass
 class Outcome:
-    """The outcome that one rank noted.
-
-    Attributes:
-        losses: the language-model loss of each step; empty on ranks that do not compute it.
-        norms: of each step's gradient; None where the step was skipped.
-        logged: SimReg's and AdaGC's values, line by line.
-        terms: for each micro-batch on which SimReg computed for training, whether all terms are finite.
-        digest: of the parameters that plain Megatron has, too, after the last step.
-        strength: iterations of the run in which the settings let SimReg train.
-        error: its type, or "exit" with its status; empty if the run ended normally.
-        said: the error's words.
-        place: file:function that raised it, and whether that is ours.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    logged: list[dict[str, float]] = field(default_factory=list)
-    terms: list[bool] = field(default_factory=list)
-    digest: str = ""
-    strength: list[bool] = field(default_factory=list)
-    error: str = ""
+    losses: list[float] = field(default_factory=list)  # of each step; empty on ranks that do not compute it
+    norms: list[float | None] = field(default_factory=list)  # None where the step was skipped
+    logged: list[dict[str, float]] = field(default_factory=list)  # SimReg's and AdaGC's values, line by line
+    terms: list[bool] = field(default_factory=list)  # of each micro-batch: whether all are finite
+    digest: str = ""  # of the parameters that plain Megatron has, too, after the last step
+    strength: list[bool] = field(default_factory=list)  # whether the settings let SimReg train in an iteration
+    error: str = ""  # its type, or "exit" with its status
     said: str = ""
-    place: str = ""
+    place: str = ""  # file:function that raised it
     is_ours: bool = False
     trace: list[str] = field(default_factory=list)
 
@@ -197,11 +181,7 @@ def _note(outcome: Outcome, error: BaseException) -> None:
     outcome.error = f"exit {error.code}" if isinstance(error, SystemExit) else type(error).__name__
     outcome.said = str(error)
     outcome.is_ours = last.filename.startswith(_PACKAGE)
-    file = (
-        last.filename.rpartition("site-packages" + os.sep)[2] if not outcome.is_ours else last.filename[len(_PACKAGE) :]
-    )
-    outcome.place = f"{file}:{last.name}"
-    outcome.trace = [
-        f"{frame.filename.rpartition(os.sep)[2]}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES:]
-    ]
+    folder = _PACKAGE if outcome.is_ours else "site-packages" + os.sep
+    outcome.place = f"{last.filename.rpartition(folder)[2]}:{last.name}"
+    outcome.trace = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES:]]
     sys.stderr.flush()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's flags that meet ours, in groups that belong together; and layouts over two processes."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from tests.flags.combination import Group

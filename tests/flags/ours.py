@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our flags: values that make sense, and values that do not."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -17,6 +15,10 @@ Words = tuple[str, ...]
 
 _NOT_NUMBERS = ("", "x", "nan", "inf", "-inf", "1e400", "0x10", "1,5", "\u0663", "1_0")
 _NOT_WHOLE = (*_NOT_NUMBERS, "-1", "1.5", "1e3", "9" * 30, "9" * 5000)
+_NOT_SCHEDULES = (
+    "",
+    *["linear", "linear:", "linear:1", "constant:1", "linear:nan", "cosine:inf", "cosine:-1", "linear:1e308", ":"],
+)
 _NOT_WORDS = ("", " ", "exact ", "Cosine", "none,none", "%s", "\u2028", "a=b")
 
 VALUES: dict[str, tuple[Words, Words]] = {
@@ -39,21 +41,7 @@ VALUES: dict[str, tuple[Words, Words]] = {
     "--simreg-document-mask": (("",), ()),
     "--simreg-start-iter": (("1", "2", "0"), (*_NOT_WHOLE, "99")),
     "--simreg-warmup-iters": (("1", "2", "100", "0"), _NOT_WHOLE),
-    "--simreg-lambda-schedule": (
-        ("linear:0.1", "cosine:0", "cosine:2", "constant"),
-        (
-            "",
-            "linear",
-            "linear:",
-            "linear:1",
-            "constant:1",
-            "linear:nan",
-            "cosine:inf",
-            "cosine:-1",
-            "linear:1e308",
-            ":",
-        ),
-    ),
+    "--simreg-lambda-schedule": (("linear:0.1", "cosine:0", "cosine:2", "constant"), _NOT_SCHEDULES),
     "--simreg-off-after": (("0.5", "0.6"), (*_NOT_NUMBERS, "0.01", "0.99", "0", "1", "-1", "2", "1e-320")),
     "--simreg-every": (("2", "1", "3"), (*_NOT_WHOLE, "0")),
     "--simreg-impl": (("tiled", "reference", "auto", "triton"), _NOT_WORDS),
@@ -92,7 +80,6 @@ def values(draw: st.DrawFn, table: dict[str, tuple[Words, Words]], flag: str, od
 
 
 def _choices(record: Objective, name: str, odd: bool) -> tuple[str, ...]:
-    """Return the values of one option of an objective's own."""
     known = record.options[name]
     odd_ones = ("", "x", "nan", "inf", "-1", "1.5", "1e30", "9" * 30, "4/4", "64/", "0/8", "999")
     if isinstance(known, tuple):
@@ -105,7 +92,6 @@ def _choices(record: Objective, name: str, odd: bool) -> tuple[str, ...]:
 
 @st.composite
 def options(draw: st.DrawFn, name: str, odd: bool, prefix: str = "") -> Words:
-    """Some options of one objective, as name=value."""
     record = objectives.find(name)
     if not record.options:
         return ("nonsense=1",) if odd and draw(st.booleans()) else ()
@@ -129,9 +115,8 @@ def several_objectives(draw: st.DrawFn, odd: bool) -> Words:
     names = draw(st.lists(st.sampled_from(known), min_size=2, max_size=3, unique=True))
     text = ",".join(f"{name}:{draw(st.sampled_from(('1', 'auto', '0.05')))}" for name in names)
     own = [text for name in names for text in draw(options(name, odd, f"{name}."))] if draw(st.booleans()) else []
-    return (
-        word("--simreg-objective", text), *([word("--simreg-objective-options", ",".join(own))] if own else []),
-    )  # fmt: skip
+    given = [word("--simreg-objective-options", ",".join(own))] if own else []
+    return (word("--simreg-objective", text), *given)
 
 
 @st.composite

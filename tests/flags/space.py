@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The space: combinations of our flags and Megatron's, drawn by number so that a campaign can go on where it ended."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st

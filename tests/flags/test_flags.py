@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Some combinations of the space hold what the campaign asks of all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

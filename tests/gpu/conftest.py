@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on real GPUs: marked `gpu`, and skipped where there are none or too few, or no Transformer Engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -45,9 +43,7 @@ def observed(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def checkpoints(
-    data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Run], tuple[str, ...]]:
+def checkpoints(data_flags, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], tuple[str, ...]]:
     """checkpoints(run): flags that start from what the run had learnt after its steps, in any layout."""
 
     @cache

@@ -6,8 +6,6 @@ hidden states that the model computed there against an autograd reference. What 
 With SIMREG_CPU=force in the environment it runs on the CPU, for what a GPU's values are compared with.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -26,23 +24,15 @@ from simreg_megatron.cpu import backend as cpu_backend
 
 @dataclass(frozen=True)
 class Comparison:
-    """SimReg's gradient, as the plugin adds it, against the reference, both for random weights of the tokens.
+    """SimReg's gradient, as the plugin adds it, against the reference, both for random weights of the tokens."""
 
-    Attributes:
-        value: largest difference that the plugin makes to the per-token loss; it must make none.
-        gradient: norm of the difference from the reference, relative to the reference.
-        share: norm of SimReg's gradient, relative to that of loss and SimReg together.
-    """
-
-    value: float
-    gradient: float
-    share: float
+    value: float  # largest difference that the plugin makes to the per-token loss; it must make none
+    gradient: float  # norm of the difference from the reference, relative to the reference
+    share: float  # norm of SimReg's gradient, relative to that of loss and SimReg together
 
 
 @dataclass
 class Observer:
-    """Losses, norms and the trained parameters of this rank."""
-
     out: Path
     num_steps: int
     losses: list[float] = field(default_factory=list)
@@ -86,7 +76,6 @@ class Observer:
 
 
 def _digest(model_chunks: list[Any]) -> str:
-    """A hash of the bits of all parameters that this rank holds."""
     bits = hashlib.sha256()
     for chunk in model_chunks:
         for _, parameter in sorted(chunk.named_parameters()):

@@ -52,27 +52,14 @@ _REPEATABLE = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # below sm_90 attention
 
 @dataclass(frozen=True)
 class Run:
-    """A job to start.
-
-    Attributes:
-        flags: added to the tiny model's; the last one wins.
-        processes: GPUs it takes.
-        plugin: False leaves SimReg out altogether.
-        compares: whether its last step compares SimReg's gradient with an autograd reference.
-        connections: CUDA_DEVICE_MAX_CONNECTIONS.
-        half: whether it computes in bf16; else in float32, and TensorFloat-32 is off.
-        on_cpu: it leaves the GPUs idle.
-        repeatable: whether attention, too, must repeat itself bit for bit.
-    """
-
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # added to the tiny model's; the last one wins
     processes: int = 1
     plugin: bool = True
-    compares: bool = False
-    connections: int = 1
-    half: bool = True
+    compares: bool = False  # its last step compares SimReg's gradient with an autograd reference
+    connections: int = 1  # CUDA_DEVICE_MAX_CONNECTIONS
+    half: bool = True  # in bf16; else in float32, and TensorFloat-32 is off
     on_cpu: bool = False
-    repeatable: bool = False
+    repeatable: bool = False  # attention, too, must repeat itself bit for bit
 
     def with_flags(self, *flags: str) -> Run:
         return replace(self, flags=(*self.flags, *flags))
@@ -83,26 +70,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Observed:
-    """The results of one run.
-
-    Attributes:
-        losses: language-model loss of every step.
-        norms: gradient norm of every step.
-        digests: of the trained parameters, rank by rank.
-        comparison: see `tests.gpu.rank.Comparison`; None if the run made none.
-        log: everything that it printed.
-        logged: SimReg's values in every log line, by name.
-    """
-
     losses: list[float]
     norms: list[float]
-    digests: list[str]
-    comparison: dict[str, float] | None
+    digests: list[str]  # of the trained parameters, rank by rank
+    comparison: dict[str, float] | None  # see `tests.gpu.rank.Comparison`
     log: str
-    logged: list[dict[str, float]]
+    logged: list[dict[str, float]]  # SimReg's values in every log line
 
     def simreg_losses(self) -> list[float]:
-        """SimReg's values in Megatron's log lines."""
         return [float(value) for value in re.findall(r"simreg loss: (\S+)", self.log)]
 
 
@@ -136,20 +111,16 @@ def why_not(run: Run) -> str | None:
 
 
 def observe(run: Run, data_flags: Sequence[str], out: Path) -> Observed:
-    """Make the run; it must succeed."""
     mode = "plain" if not run.plugin else "compare" if run.compares else "plugin"
     flags = [*MODEL, *(("--bf16",) if run.half else ()), *data_flags, *run.flags]
     flags += MEGATRON_FLAGS if run.on_cpu else ()
     done = torchrun(
         ["-m", "tests.gpu.rank", str(out), mode, str(PRETRAIN), *flags],
         processes=run.processes,
-        env={
-            **_ENVIRONMENT,
-            **(_REPEATABLE if run.repeatable else {}),
-            "CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections),
-            "SIMREG_CPU": "force" if run.on_cpu else "",
-            **({} if run.half else {"NVIDIA_TF32_OVERRIDE": "0"}),
-        },
+        **_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections)},
+        **(_REPEATABLE if run.repeatable else {}),
+        **({} if run.half else {"NVIDIA_TF32_OVERRIDE": "0"}),
+        SIMREG_CPU="force" if run.on_cpu else "",
     )
     assert done.status == 0, f"status {done.status}\n{done.output[-6000:]}"
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(run.processes)]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast forms on a GPU: half precision through the tensor cores against float64, no wait, bounded memory."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """On one GPU, with all implementations of layers, SimReg's gradient is the reference's, and lambda 0 is plain Megatron.
 
-bf16 has 8 bits: a gradient that is the difference of two has some 1e-3 of noise, and steps of two kernels that round
-otherwise drift by some 1e-3 of the loss. A forgotten or doubled SimReg changes both by more than a tenth.
+bf16 has some 1e-3 of noise; a forgotten or doubled SimReg changes gradients and losses by more than a tenth.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping

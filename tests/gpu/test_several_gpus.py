@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """On two GPUs or four with Transformer Engine: every layout agrees with one GPU, from one checkpoint, in bf16."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -15,18 +13,9 @@ LOSS_BOUND, NORM_BOUND = 0.01, 0.05  # relative: sums in another order, in bf16
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is spread over GPUs.
-
-    Attributes:
-        split: flags of the spread job alone.
-        model: flags of its model, which the checkpoint has, too.
-        setting: flags that the job on one GPU has as well.
-        processes: GPUs.
-    """
-
-    split: tuple[str, ...]
-    model: tuple[str, ...] = ENGINE
-    setting: tuple[str, ...] = ()
+    split: tuple[str, ...]  # flags of the spread job alone
+    model: tuple[str, ...] = ENGINE  # which the checkpoint has, too
+    setting: tuple[str, ...] = ()  # which the job on one GPU has as well
     processes: int = 2
 
 

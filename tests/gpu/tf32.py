@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process that allows TensorFloat-32: `python -m tests.gpu.tf32 IMPL [--setting] [--device cuda]` prints errors.
-
-Relative to float64, of a plain product of float32 matrices, and of SimReg's loss and gradient on float32 rows. The
-environment may allow it, so that this is a process of its own; --setting allows it as a script would.
-"""
-
-from __future__ import annotations
+"""One process that allows TensorFloat-32: `python -m tests.gpu.tf32 IMPL [--setting] [--device cuda]` prints errors,
+relative to float64, of a plain product and of SimReg's loss and gradient. The environment or --setting allows it."""
 
 import argparse
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models and checkpoints of random weights, made without Megatron."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -42,7 +40,6 @@ def random_weights(config: Any) -> dict[str, Tensor]:
 
 
 def hugging_face(folder: Path, config: Any, weights: dict[str, Tensor] | None = None) -> Path:
-    """A model as transformers keeps it."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)

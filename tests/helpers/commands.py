@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands as the pages print them, compared with what exists: targets, modules, scripts and flags."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
@@ -31,11 +29,7 @@ def commands(text: str) -> Iterator[Words]:
 
 
 def complaints(words: Words, megatron: Collection[str]) -> Iterator[str]:
-    """Yield what a command names in vain: a target, a module, a script, or a flag that no parser has.
-
-    Args:
-        megatron: the flags of Megatron's own parser and of SimReg's.
-    """
+    """Yield what a command names in vain: a target, module or script, or a flag that no parser has."""
     words = [word for word in words if not re.fullmatch(r"[A-Z_]+=[^-]*", word)]  # NAME=value
     head, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     if head in _NOT_OURS:
@@ -63,8 +57,7 @@ def _is_module(name: str) -> bool:
 @cache
 def known_flags() -> frozenset[str]:
     """Return the flags that our Python or shell names, without the tests, which give wrong ones on purpose."""
-    paths = [
-        path for folder in _SOURCES for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".sh", ".bash")
-    ]
+    found = (path for folder in _SOURCES for path in (ROOT / folder).rglob("*.*"))
+    paths = [path for path in found if path.suffix in (".py", ".sh", ".bash")]
     paths += [ROOT / "tests" / "conftest.py", *(ROOT / "tests").rglob("__main__.py")]
     return frozenset(flag for path in paths for flag in re.findall(r"--\w[\w-]*", path.read_text(encoding="utf-8")))

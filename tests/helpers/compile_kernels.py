@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels for sm_80 or sm_90 with Triton's own ptxas, which needs no GPU: one line of JSON for each.
-
-`python -m tests.helpers.compile_kernels 90 one-of-each` takes the first variant of each kernel and type alone.
-"""
-
-from __future__ import annotations
+"""Compile the kernels (`one-of-each`: the first variant) for sm_80 or sm_90 with Triton's ptxas: lines of JSON."""
 
 import hashlib
 import itertools

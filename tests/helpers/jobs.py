@@ -6,8 +6,6 @@ torchrun do, or lost their parent. Python with PYTHONFAULTHANDLER prints the sta
 and without the interpreter's lock: also where it waits in a collective that never returns.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -41,15 +39,10 @@ def run(
     merged: bool = False,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """The command's status and what it printed.
+    """The command's status and what it printed; HungError if it took longer than `timeout` seconds.
 
-    Args:
-        env: in place of this process's environment.
-        merged: errors are printed where output is.
-        check: a status that is not 0 is an AssertionError with what was printed.
-
-    Raises:
-        HungError: it took longer than `timeout` seconds.
+    `env` replaces this process's environment, `merged` prints errors where output is, and with `check` a status that is
+    not 0 is an AssertionError.
     """
     # Files: an unread pipe blocks the writer, and one that is kept open blocks the reader.
     with contextlib.ExitStack() as files:
@@ -78,12 +71,17 @@ class Job(subprocess.Popen):
 
     def left(self) -> list[int]:
         """The processes of the job that are there, the oldest first."""
-        found, sought = [], f"{_MARK}={self.mark}".encode()
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # of another user, or gone
-                if sought in environment.read_bytes().split(b"\0"):
-                    found.append(int(environment.parent.name))
-        return sorted(found)
+        return with_environment(f"{_MARK}={self.mark}")
+
+
+def with_environment(*settings: str) -> list[int]:
+    """The processes that have all of these NAME=VALUE, the oldest first."""
+    found, sought = [], {setting.encode() for setting in settings}
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or gone
+            if sought <= set(environment.read_bytes().split(b"\0")):
+                found.append(int(environment.parent.name))
+    return sorted(found)
 
 
 @contextlib.contextmanager
@@ -97,7 +95,7 @@ def started(command: Sequence[str | Path], *, env: Mapping[str, str] | None = No
         yield process
     finally:
         for pid in process.left():
-            _send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         process.kill()  # one that replaced its environment
         process.wait()
         deadline = time.monotonic() + _TO_DIE
@@ -120,26 +118,27 @@ def with_descendants(pids: Iterable[int]) -> set[int]:
 
 
 def print_stacks(pids: Iterable[int]) -> None:
-    """Each prints the stacks of its threads, where it has faulthandler, and dies of it; one after the other.
-
-    All stand still before the first one dies, lest the others react to that.
-    """
+    """Each prints the stacks of its threads and dies of it; all stand still before the first one dies."""
     pids = list(pids)
     for pid in pids:
-        _send(pid, signal.SIGSTOP)
+        send(pid, signal.SIGSTOP)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-        _send(pid, signal.SIGABRT)
-        _send(pid, signal.SIGCONT)
+        send(pid, signal.SIGABRT)
+        send(pid, signal.SIGCONT)
         deadline = time.monotonic() + _TO_PRINT
         while _state(pid) not in ("Z", "") and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
+def send(pid: int | None, number: signal.Signals) -> bool:
+    """Send a signal, and return whether there was such a process."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        if pid:
+            os.kill(pid, number)
+            return True
+    return False
 
 
 def _state(pid: int) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of Megatron's own GPTModel, built from the arguments of a checkpoint of one CPU rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

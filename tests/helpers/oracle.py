@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg as a naive double loop over pairs, in float64, straight from the definition of the term.
+"""SimReg as a naive double loop over pairs, in float64, straight from the definition of the term, with autograd.
 
-Nothing is shifted, batched or shared with the package. It is slow, and overflows below a temperature of about
-0.0015; autograd goes through it, so that gradients are compared too.
+Nothing is shared with the package. It overflows below a temperature of about 0.0015.
 """
 
 import math
@@ -43,11 +42,8 @@ def naive_simreg(
     num_anchors = 0
     for b in range(num_sequences):
         names = [int(y) for y in labels[b]]
-        usable = [
-            y >= 0 and (valid is None or bool(valid[b, i])) and bool((rows[b, i] != 0).any())
-            for i, y in enumerate(names)
-        ]
-        sequence = [i for i in range(num_tokens) if usable[i]]
+        counts = torch.ones(num_tokens, dtype=torch.bool) if valid is None else valid[b]
+        sequence = [i for i, y in enumerate(names) if y >= 0 and counts[i] and rows[b, i].any()]
         size = chunk_size or num_tokens
         chunks = [[i for i in sequence if start <= i < start + size] for start in range(0, num_tokens, size)]
         found, anchors, ratios = {}, [], []

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of the project's Markdown pages, as GitHub reads them: links, headings, blocks of code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a function on several gloo processes, each with one thread."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable
@@ -31,7 +29,6 @@ def run_processes(function: Callable[..., None], size: int, folder: Path, *argum
     """`function(rank, *arguments)` on `size` ranks; a failure on any rank is raised here."""
     place = Path(tempfile.mkdtemp(dir=folder))
     log = place / "log"
-    status = run_ranks(
-        _worker, str(place / "store"), function, arguments, processes=size, log=log, timeout=jobs.TIMEOUT
-    )
+    given = (str(place / "store"), function, arguments)
+    status = run_ranks(_worker, *given, processes=size, log=log, timeout=jobs.TIMEOUT)
     assert status == 0, log.read_text(encoding="utf-8", errors="replace")

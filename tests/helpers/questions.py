@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A task for lm-evaluation-harness from the text of this machine: how does a documented sentence go on?
 
-One right continuation of 40 characters and three that belong to other documents: chance is 25 %, and a model that
-has read such text is better.
+One right continuation of 40 characters and three of other documents: chance is 25 %.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A part of a matrix for `make test`; the rest runs in `make test-all`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

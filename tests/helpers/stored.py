@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a `torch_dist` checkpoint of a test's own run by torch's reader, without Megatron's model."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -29,6 +27,5 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def objects(folder: Path) -> set[str]:
-    """The keys of what is no tensor."""
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key for key, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short texts and a Hugging Face tokenizer that tests share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,7 +17,6 @@ TEXTS = [_make_text(index) for index in range(330)]
 
 
 def lines(texts: list[str]) -> bytes:
-    """Return the texts as lines of JSON."""
     return b"".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 
 
@@ -30,12 +27,8 @@ def train_hugging_face(path: Path) -> Path:
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    settings = {"special_tokens": ["<s>", "</s>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=420, show_progress=False, **settings)
     backend.train_from_iterator(TEXTS, trainer)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     backend.enable_truncation(8)

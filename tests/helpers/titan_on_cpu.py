@@ -5,8 +5,6 @@ What torchtitan takes from a GPU (names, memory, FlexAttention's backward) and i
 a step, the same in every layout, and weights that follow from their names.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os
@@ -110,9 +108,8 @@ def main() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
 
-    config.loss = SimRegLoss.Config(
-        loss_fn=config.loss.loss_fn, simreg_lambda=float(weight), simreg_chunk_size=64, simreg_temperature=0.5
-    )
+    ours = {"simreg_lambda": float(weight), "simreg_chunk_size": 64, "simreg_temperature": 0.5}
+    config.loss = SimRegLoss.Config(loss_fn=config.loss.loss_fn, **ours)
     config.dataloader = Loader.Config()
     config.hf_assets_path = tokenizer
     training.steps, training.disable_cuda_graphs, training.mixed_precision_param = 4, True, "float32"

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Things to break on purpose inside a run, each a function to call before it starts.
 
-Where only SimReg's part is to be wrong, the difference of two calls is used: Megatron's loss with SimReg minus the
-same loss without it has value zero and SimReg's gradient, for any labels, mask or shape that both were given.
+Megatron's loss with SimReg minus the same loss without it has value zero and SimReg's gradient alone.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
@@ -222,17 +219,3 @@ def gradient_of_mtp_not_finite_in_third_step() -> None:
         return result
 
     ChainedOptimizer.prepare_grads = broken
-
-
-def not_finite_from_second_step() -> None:
-    """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
-    from simreg_megatron.plugin import term
-
-    compute, calls = term.simreg_over_ranks, []
-
-    def broken(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(None)
-        terms = compute(*args, **kwargs)
-        return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
-
-    term.simreg_over_ranks = broken

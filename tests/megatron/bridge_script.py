@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop that speaks Megatron-Bridge's callback protocol, around Megatron's own model.
+"""A training loop that speaks Megatron-Bridge's callback protocol of release 0.6.2, around Megatron's own model.
 
-Bridge itself does not import without Transformer Engine; its rules are rebuilt here from its release 0.6.2: which
-methods of an object it registers, in which order it calls them, and what the context holds.
+Bridge itself does not import without Transformer Engine.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io

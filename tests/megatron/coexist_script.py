@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin with other wrappers of the same function, in either order, and with functions of an instance's own."""
 
-from __future__ import annotations
-
-import types
 from typing import Any
 
 import pytest
@@ -87,19 +84,15 @@ def main() -> None:
     install(config=CONFIG)
     # An instance whose loss someone replaced, as distillation does: SimReg hangs on the per-token loss they return.
     compute = model.compute_language_model_loss
-    model.compute_language_model_loss = types.MethodType(
-        lambda self, labels, logits: 3 * compute(labels, logits), model
-    )
+    model.compute_language_model_loss = lambda labels, logits: 3 * compute(labels, logits)
     tripled = gradients(model, *data)[1]
     del model.compute_language_model_loss
     assert_close(added({name: 3 * value for name, value in plain.items()}, tripled), ours, 1)
 
     # An instance with a function of its own in the place of the wrapped one: it calls the class's, or is refused.
-    model._postprocess = types.MethodType(
-        lambda self, *args, **kwargs: GPTModel._postprocess(self, *args, **kwargs), model
-    )
+    model._postprocess = lambda *args, **kwargs: GPTModel._postprocess(model, *args, **kwargs)
     assert_close(added(plain, gradients(model, *data)[1]), ours, 1)
-    model._postprocess = types.MethodType(lambda self, **kwargs: kwargs["hidden_states"].sum(), model)
+    model._postprocess = lambda **kwargs: kwargs["hidden_states"].sum()
     with pytest.raises(NotImplementedError, match=r"GPTModel\._postprocess, but has a _postprocess of its own"):
         gradients(model, *data)
     model.eval()

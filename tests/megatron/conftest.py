@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real text and trained starting points, made once a worker for all tests of this folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

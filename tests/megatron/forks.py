@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks forked from one process that has torch and Megatron in memory: a tiny run costs seconds, its imports nothing.
 
-The server is multiprocessing's own. It holds what `tests.megatron.preload` imports, has one thread and no process
-group, and every rank is a fresh fork of it.
+The server is multiprocessing's own, with one thread and no process group; every rank is a fresh fork of it.
 """
-
-from __future__ import annotations
 
 import contextlib
 import faulthandler
@@ -29,11 +26,7 @@ from tests.helpers.old_torch import OLD_TORCH
 
 @cache
 def fork_server() -> Any:
-    """Return the process that ranks are forked from, a process that has imported what they need and run nothing.
-
-    A fork of the process that runs the tests would inherit the threads that other tests have started, and autograd
-    refuses to work in it. There is one such server for all tests of a process, so it is the same for all of them.
-    """
+    """Return the process that ranks are forked from: the tests' own has threads, and autograd refuses to work."""
     context = multiprocessing.get_context("forkserver")
     if OLD_TORCH:
         raise RuntimeError("ranks are forked with torch 2.8 or newer: with an older one some hang")
@@ -42,19 +35,11 @@ def fork_server() -> Any:
     return context
 
 
-def run_ranks(
-    target: Callable[..., None], *arguments: Any, processes: int, log: Path, timeout: float, context: Any = None
-) -> int:
-    """`target(*arguments)` on every rank of one job; all output goes to `log`.
+def run_ranks(target: Callable[..., None], *arguments, processes: int, log: Path, timeout: float, context=None) -> int:
+    """`target(*arguments)` on every rank of one job, in a context of multiprocessing; all output goes to `log`.
 
-    Args:
-        context: of multiprocessing, to start the ranks in; None is that of the fork server.
-
-    Returns:
-        0 if every rank succeeded; else the status of the first that failed. The others are then killed.
-
-    Raises:
-        HungError: some rank took longer than `timeout` seconds; the message is the log, with the stacks of all ranks.
+    Returns 0, or the status of the first rank that failed, and kills the others. HungError, with the stacks of all
+    ranks, if some took longer than `timeout` seconds.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the kernel's port: no race for it
     job = (processes, store.port, log)
@@ -93,9 +78,7 @@ def _first_failure(ranks: list[Any], deadline: float) -> int | None:
     return 0
 
 
-def _rank(
-    rank: int, processes: int, port: int, log: Path, target: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, processes: int, port: int, log: Path, target: Callable[..., None], arguments: tuple) -> None:
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):

@@ -4,8 +4,6 @@
 Mamba layers need kernels of a GPU; SimReg meets them no differently, for it looks at what the whole stack returns.
 """
 
-from __future__ import annotations
-
 import torch
 
 from simreg_megatron.cpu import backend as cpu_backend

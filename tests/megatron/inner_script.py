@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """States from inside the decoder: SimReg on them equals the sum written out, on megatron-core alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -19,15 +17,12 @@ def states_of(model, layers, placement: str, tokens, labels) -> tuple[torch.Tens
     caught = {}
 
     def keep(name):
-        return lambda module, inputs, output: caught.__setitem__(
-            name, output[0] if isinstance(output, tuple) else output
-        )
+        return lambda module, inputs, output: caught.update({name: output[0] if type(output) is tuple else output})
 
     hooks = [model.decoder.layers[n - 1].register_forward_hook(keep(n)) for n in layers if n != "final"]
     hooks.append(model.decoder.register_forward_hook(keep("final")))
-    hooks.append(
-        model.decoder.final_layernorm.register_forward_pre_hook(lambda module, inputs: caught.update(before=inputs[0]))
-    )
+    norm = model.decoder.final_layernorm
+    hooks.append(norm.register_forward_pre_hook(lambda module, inputs: caught.update(before=inputs[0])))
     loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), causal_mask(), labels=labels).mean()
     for hook in hooks:
         hook.remove()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multimodal models, which mask the loss of the language model inside: tiny ones of Megatron's LLaVA and MIMO."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes that make a single process comparable with many.
 
-`data_ranks` and `context_ranks` let one process average as Megatron's default mode does over many: a mean of every
-rank's own mean. Without --calculate-per-token-loss Megatron divides by the valid tokens N_r of each rank r and then
-averages the R ranks, so with unequal counts its own loss depends on the layout. The patches give one process that same
-function: the per-token loss keeps its value, and its gradient is multiplied by N / (R * N_r) before Megatron divides
-it by N.
+Without --calculate-per-token-loss Megatron divides by the valid tokens N_r of each of R ranks and averages the ranks,
+so its loss depends on the layout. `data_ranks` and `context_ranks` give one process that function: the gradient of the
+per-token loss is multiplied by N / (R * N_r) before Megatron divides it by N.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any

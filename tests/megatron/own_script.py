@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training script that uses megatron-core alone: no Megatron flags are parsed, `install(config=...)` decides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,9 +25,7 @@ def start() -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def build_model(
-    model_class: Any = None, length: int = LENGTH, positions: str = "learned_absolute", **others: Any
-) -> Any:
+def build_model(model_class: Any = None, length: int = LENGTH, positions="learned_absolute", **others: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -42,9 +38,8 @@ def build_model(
         tensor_model_parallel_size=torch.distributed.get_world_size(), **others,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization=others.get("normalization"))
-    return (model_class or GPTModel)(
-        config, spec, VOCABULARY, length, share_embeddings_and_output_weights=False, position_embedding_type=positions
-    ).train()
+    options = {"share_embeddings_and_output_weights": False, "position_embedding_type": positions}
+    return (model_class or GPTModel)(config, spec, VOCABULARY, length, **options).train()
 
 
 def causal_mask(device: torch.device | str = "cpu") -> torch.Tensor:
@@ -75,16 +70,12 @@ def expected_gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> dic
 
 
 def sample(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels [2, LENGTH]."""
     tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4)).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def check(model, owner: type, name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The gradient with SimReg is the written-out sum's, the loss is untouched, and `uninstall` leaves nothing.
-
-    `owner` and `name` are of the function of Megatron that is wrapped.
-    """
+    """Compare the gradient with SimReg with the written-out sum's; the loss stays, and `uninstall` leaves nothing."""
     tokens, labels = sample(device)
     original = getattr(owner, name)
     plain_loss, plain = gradients(model, tokens, labels)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's parameters and gradients under names that every layout shares, and which part of each the rank holds.
-
-Only for tests: it knows how Megatron 0.19 numbers layers and experts and where its gradient buffers lie.
-"""
-
-from __future__ import annotations
+"""A rank's parameters and gradients under names that every layout shares, and which part of each the rank holds."""
 
 import re
 from collections.abc import Iterator
@@ -23,10 +18,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def named_parameters(model_chunks: list[Any]) -> Iterator[tuple[str, Any]]:
-    """(name, parameter) of all chunks of this stage; layers and experts are counted over the whole model.
-
-    The copy of tied embeddings on the last pipeline stage goes by the name of what it copies.
-    """
+    """(name, parameter) of this stage, counted over the whole model; tied embeddings go by their original's name."""
     for chunk in compat.unwrapped(model_chunks):
         for name, parameter in tiny.named_parameters([chunk]):
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
@@ -50,20 +42,15 @@ def shard_of(name: str, parameter: Any) -> Shard:
 
     if not getattr(parameter, "tensor_model_parallel", False):
         return -1, 0, 1
-    is_expert = _EXPERT.search(name) is not None
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if is_expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
+    kind = "expert_tensor" if _EXPERT.search(name) else "tensor_model"
+    group = getattr(parallel_state, f"get_{kind}_parallel_group")()
     return (parameter.partition_dim, group.rank(), group.size()) if group.size() > 1 else (-1, 0, 1)
 
 
 def gradients(model_chunks: list[Any]) -> dict[str, Tensor]:
     """Every parameter's gradient as `finalize_model_grads` left it, without the fp16 loss scale.
 
-    The distributed optimizer and FSDP leave each data-parallel rank one part of them: the parts are gathered here, so
-    that these runs too are compared in full. A collective then: all ranks call it.
+    Parts that an optimizer or FSDP spread over ranks are gathered: all ranks call it.
     """
     from megatron.core.utils import get_model_config
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NaN and infinity planted in one rank of a run: `plant:numbers`, a function to call before it starts.
 
-RECORD_OUT/plan.json has the rank and, for each step after the first, where the number goes and which it is. Each rank
-writes RECORD_OUT/planted<rank>.json: what every step changed, whether Megatron says that it was skipped, and in which
-steps an optimizer stepped. A number planted in a weight is taken out again after the step.
+RECORD_OUT/plan.json has the rank and, for each step after the first, where the number goes and which it is; each rank
+writes what every step changed, and whether an optimizer stepped. A number in a weight is taken out after the step.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -29,7 +26,6 @@ Pieces = dict[tuple[str, str], Any]
 
 
 def numbers() -> None:
-    """Plant what the plan says."""
     import megatron.training.training as training
 
     out, rank = Path(os.environ["RECORD_OUT"]), int(os.environ["RANK"])
@@ -79,9 +75,8 @@ def pieces_of(models: Any, optimizer: Any) -> Pieces:
 
 def changed(before: Pieces, after: Pieces) -> list[str]:
     """Names of what is not the same bit for bit, or is only there now."""
-    return sorted(
-        " ".join(key) for key, piece in after.items() if key not in before or not _is_same(before[key][2], piece[2])
-    )
+    kept = {key for key, piece in after.items() if key in before and _is_same(before[key][2], piece[2])}
+    return sorted(map(" ".join, after.keys() - kept))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports that every rank needs in memory: imported once, by the fork server, before any rank is forked.
 
-It starts no thread and makes no process group, which is what keeps forking sound, and it attaches nothing of SimReg to
-Megatron, so that a plain rank stays plain.
+It starts no thread, makes no process group, and attaches nothing of SimReg to Megatron: a plain rank stays plain.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a Megatron script on this rank and record, at full precision, what it computed.
+"""Run a Megatron script on this rank and record, at full precision, what it computed, in OUT/rank<r>.pt.
 
-Each rank writes OUT/rank<r>.pt: the loss of every step (last pipeline stage), the norm of every step's gradient as
-Megatron reports it, every value that SimReg puts into Megatron's log, the gradients of the first step after Megatron
-finished them (reduced and scaled, before clipping), and the parameters after the last step, with the part of each that
-this rank holds.
-
-`python -m tests.megatron.record OUT SCRIPT FLAGS` does it under torchrun; forked ranks call `record` itself.
+Losses, norms and SimReg's log of every step, the first step's gradients as Megatron finished them, before clipping, and
+the parameters after the last step, with the part of each that this rank holds.
 """
-
-from __future__ import annotations
 
 import functools
 import importlib
@@ -28,9 +22,8 @@ from tests.megatron.parameters import gradients, named_parameters, shard_of, who
 class Recorder:
     def __init__(self, out: Path) -> None:
         self.path = out / f"rank{os.environ.get('RANK', '0')}.pt"
-        self.record: dict[str, Any] = {
-            "losses": [], "norms": [], "logged": [], "grads": {}, "params": {}, "shards": {}
-        }  # fmt: skip
+        self.record: dict[str, Any] = {"losses": [], "norms": [], "logged": []}
+        self.record |= {"grads": {}, "params": {}, "shards": {}}
         self.model: Any = None
 
     def wrap_finalize(self, finalize: Any) -> Any:
@@ -72,13 +65,7 @@ class Recorder:
 
 
 def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False, patch: str = "") -> None:
-    """Run `script FLAGS` as __main__ on this rank.
-
-    Args:
-        out: folder of the record; it is written even if the script fails.
-        plain: leave the plugin out altogether.
-        patch: `module:function`, called before the script runs, to break or reweigh something.
-    """
+    """Run `script FLAGS` as __main__ on this rank, after `patch`, a `module:function`; write the record in any case."""
     import megatron.training.training as training
 
     from simreg_megatron import install

@@ -60,8 +60,6 @@ SIMREG = ("--simreg-lambda", "10", "--simreg-temperature", "0.5")
 
 @dataclass(frozen=True)
 class Finished:
-    """A job that ended: its status and everything it printed."""
-
     status: int
     output: str
 
@@ -74,16 +72,10 @@ class ReplicasDifferError(AssertionError):
     """Ranks that hold the same parameter do not hold the same numbers."""
 
 
-def torchrun(
-    command: Sequence[str],
-    *,
-    processes: int = 1,
-    rendezvous: Sequence[str] = ("--standalone",),
-    env: Mapping[str, str] | None = None,
-) -> Finished:
-    """`torchrun RENDEZVOUS --nproc-per-node N COMMAND`, one thread each."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **(env or {})}
+def torchrun(command: Sequence[str], processes: int = 1, meets=("--standalone",), **env: str) -> Finished:
+    """`torchrun MEETS --nproc-per-node N COMMAND`, one thread each."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *meets, "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **env}
     done = jobs.run([*launcher, *command], cwd=ROOT, env=environment, timeout=TIMEOUT, merged=True)
     return Finished(done.returncode, done.stdout)
 
@@ -94,9 +86,8 @@ def two_nodes(command: Sequence[str]) -> tuple[Finished, Finished]:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     address = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", port)
-    first, second = ThreadPoolExecutor(2).map(
-        lambda rank: torchrun(command, rendezvous=(*address, "--node-rank", rank)), ("0", "1")
-    )
+    places = [(*address, "--node-rank", rank) for rank in ("0", "1")]
+    first, second = ThreadPoolExecutor(2).map(lambda place: torchrun(command, meets=place), places)
     return first, second
 
 
@@ -126,11 +117,9 @@ def all_flags(flags: Sequence[str], model: str = "dense") -> list[str]:
 def attempt(
     out: Path, flags: Sequence[str], *, model: str = "dense", processes: int = 1, plain: bool = False, patch: str = ""
 ) -> Finished:
-    """Train the tiny model with `flags` on forked ranks and record it in `out`; it may fail.
+    """Train the tiny model on forked ranks and record it in `out`, without the plugin if `plain`; it may fail.
 
-    Args:
-        plain: leave the plugin out altogether.
-        patch: `module:function` to call before the run, such as "breakage:doubled_scale".
+    `patch` is called before: "breakage:doubled_scale".
     """
     patch = f"tests.megatron.{patch}" if patch else ""
     log = out / "log"
@@ -146,14 +135,10 @@ def _record(out: Path, script: Path, flags: Sequence[str], plain: bool, patch: s
 
 
 def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
-    """The same for a run that must succeed: what it computed.
+    """The same for a run that must succeed: what it computed; RunError or ReplicasDifferError if it failed.
 
-    A run that glibc ends over a damaged heap gets a second chance, and a warning in pytest's summary: no code of ours
-    can damage it, and torch 2.13 over gloo did (seen once, with Megatron-FSDP). One that saves would not begin again.
-
-    Raises:
-        RunError: it failed.
-        ReplicasDifferError: it succeeded, but its ranks do not agree.
+    A run that glibc ends over a damaged heap (torch 2.13 over gloo, once) gets a second chance and a warning unless
+    it saves: no code of ours can damage it.
     """
     done = attempt(out, flags, **options)
     if done.status == -signal.SIGABRT and _HEAP.search(done.output) and "--save" not in flags:
@@ -166,8 +151,6 @@ def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Results of one run, put together from its ranks."""
-
     losses: list[float]
     norms: list[float]
     grads: dict[str, Tensor]
@@ -176,11 +159,7 @@ class Recorded:
 
 
 def read(out: Path) -> Recorded:
-    """Put the ranks of a run together: shards are joined, replicas must be equal bit for bit.
-
-    Raises:
-        ReplicasDifferError: two ranks hold different values of one thing.
-    """
+    """Put the ranks of a run together: shards are joined; replicas must be equal bit for bit."""
     ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("rank*.pt"))]
     losses = _agreed("losses", [rank["losses"] for rank in ranks if rank["losses"]])
     norms = _agreed("gradient norms", [rank["norms"] for rank in ranks])
@@ -228,7 +207,6 @@ class Difference:
 
 
 def difference(one: Recorded, other: Recorded) -> Difference:
-    """`other` against `one`."""
     assert one.grads.keys() == other.grads.keys(), one.grads.keys() ^ other.grads.keys()
     grad, parameter = max((_apart(one.grads[name], other.grads[name]), name) for name in one.grads)
     losses, norms = _steps_apart(one.losses, other.losses), _steps_apart(one.norms, other.norms)
@@ -277,6 +255,5 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
 
 def same_bits(one: Recorded, other: Recorded) -> bool:
     """Return whether two runs ended with exactly the same parameters."""
-    return one.params.keys() == other.params.keys() and all(
-        torch.equal(tensor, other.params[name]) for name, tensor in one.params.items()
-    )
+    names = one.params.keys()
+    return names == other.params.keys() and all(torch.equal(one.params[name], other.params[name]) for name in names)

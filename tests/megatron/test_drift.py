@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With SimReg on, replicas never drift apart, a run can be repeated bit for bit, and stopped and gone on with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -35,15 +33,15 @@ def test_replicas_stay_equal(steps: int, data_flags: tuple[str, ...], tmp_path: 
     assert (first.losses, first.norms) == (again.losses, again.norms) and runs.same_bits(first, again)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(ONE, ONE, id="one", marks=pytest.mark.slow),
-        pytest.param(TP2_SP, TP2_SP, id="tp2-sp"),
-        pytest.param(ONE, TP2, id="one-to-tp2", marks=pytest.mark.slow),
-        pytest.param(ONE, PP2, id="one-to-pp2"),
-    ],
-)
+MOVES = [
+    pytest.param(ONE, ONE, id="one", marks=pytest.mark.slow),
+    pytest.param(TP2_SP, TP2_SP, id="tp2-sp"),
+    pytest.param(ONE, TP2, id="one-to-tp2", marks=pytest.mark.slow),
+    pytest.param(ONE, PP2, id="one-to-pp2"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_going_on_is_never_having_stopped(before, after, data_flags: tuple[str, ...], tmp_path: Path) -> None:
     on = EVERYTHING if before == after else ON
     place = ("--save", str(tmp_path / "saved"), "--save-interval", str(STOP), "--exit-interval", str(STOP))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every experiment by its name, as docs/evidence.md says: six steps of each arm in Megatron, then its table."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from simreg_megatron.tools.checkpoints import checkpoint_folder
 from simreg_megatron.tools.export_hf import export, read
 from tests.helpers.megatron_logits import TOLERANCE, compare
-from tests.helpers.quick import quick
+from tests.helpers.quick import quick_rows
 from tests.megatron import forks, runs
 from tests.megatron.runs import Recorded
 
@@ -25,13 +26,8 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def dense(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(tmp_path_factory.mktemp("dense"), data_flags, "gqa")
-
-
-@pytest.fixture(scope="module")
-def experts(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(tmp_path_factory.mktemp("experts"), data_flags, "moe")
+def saved(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    return cache(lambda model: Saved(tmp_path_factory.mktemp(model), data_flags, model))
 
 
 def exported(load: Path, save: Path, **options) -> Path:
@@ -39,33 +35,16 @@ def exported(load: Path, save: Path, **options) -> Path:
     return save
 
 
-@pytest.mark.parametrize("layout", quick(["tp2", "pp2"], lambda layout: layout == "tp2"))
-def test_dense_layouts_export_the_same_bits(layout: str, dense: Saved, tmp_path: Path) -> None:
-    _same_in(dense, layout, tmp_path)
+QUICK = [("gqa", "tp2"), ("moe", "ep2")]
+SAME = [*QUICK, ("gqa", "pp2"), ("gqa", "tp2-sp"), ("deep", "vpp2"), ("deep", "tp2"), ("tied", "tp2"), ("tied", "pp2")]
+SAME += [("moe", layout) for layout in ("pp2", "tp2-sp", "tp2-ep2", "tp2-ep2-whole")]
 
 
-@pytest.mark.parametrize("layout", quick(["tp2-sp", "ep2"], lambda layout: layout == "ep2"))
-def test_expert_layouts_export_the_same_bits(layout: str, experts: Saved, tmp_path: Path) -> None:
-    _same_in(experts, layout, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        *(("gqa", layout) for layout in ("tp2-sp",)),
-        *(("deep", layout) for layout in ("vpp2", "tp2")),
-        *(("tied", layout) for layout in ("tp2", "pp2")),
-        *(("moe", layout) for layout in ("pp2", "tp2-ep2", "tp2-ep2-whole")),
-    ],
-)
-def test_further_layouts(model: str, layout: str, data_flags, tmp_path: Path) -> None:
-    _same_in(Saved(tmp_path / "runs", data_flags, model), layout, tmp_path)
-
-
-def _same_in(of: Saved, layout: str, scratch: Path) -> None:
+@pytest.mark.parametrize(("model", "layout"), quick_rows(SAME, lambda case: case in QUICK))
+def test_layouts_export_the_same_bits(model: str, layout: str, saved, tmp_path: Path) -> None:
     """One checkpoint, loaded and saved by Megatron in another layout: files of other shapes, the same export."""
-    one, other = exported(of.trained(), scratch / "one"), exported(of.again(layout), scratch / layout)
+    of = saved(model)
+    one, other = exported(of.trained(), tmp_path / "one"), exported(of.again(layout), tmp_path / layout)
     for file in ("model.safetensors", "config.json"):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
     found = transformers.AutoModelForCausalLM.from_pretrained(other).state_dict()
@@ -137,10 +116,9 @@ def mistakes(model) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_the_exported_model_computes_what_megatrons_does(kind: str, request, tmp_path: Path) -> None:
-    of: Saved = request.getfixturevalue(kind)
-    tokens = random_tokens(512)
+@pytest.mark.parametrize("model", ["gqa", "moe"])
+def test_the_exported_model_computes_what_megatrons_does(model: str, saved, tmp_path: Path) -> None:
+    of, tokens = saved(model), random_tokens(512)
     reference = logits_of_megatron(of.trained(), tokens, tmp_path)
     folder = exported(of.trained(), tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -153,8 +131,8 @@ def test_the_exported_model_computes_what_megatrons_does(kind: str, request, tmp
         assert difference > TOLERANCE * spread, what
 
 
-def test_the_command_exports(experts: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:
-    words = ["export-hf", "--load", experts.trained(), "--save", tmp_path / "model", "--dtype", "bf16"]
+def test_the_command_exports(saved, text: BuiltinCorpus, tmp_path: Path) -> None:
+    words = ["export-hf", "--load", saved("moe").trained(), "--save", tmp_path / "model", "--dtype", "bf16"]
     words += ["--tokenizer", text.tokenizer_model]
     done = runs.forked(_command, [str(word) for word in words], folder=tmp_path)
     assert done.status == 0, done.output
@@ -163,7 +141,6 @@ def test_the_command_exports(experts: Saved, text: BuiltinCorpus, tmp_path: Path
 
 
 def tiny_llama(folder: Path, dtype: torch.dtype, rows: int) -> Path:
-    """A Hugging Face LLaMA of the sizes of the tiny runs."""
     config = transformers.LlamaConfig(
         vocab_size=rows, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.15,
@@ -220,19 +197,12 @@ LAYOUTS["tp2-ep2"] = (*LAYOUTS["tp2-sp"], *LAYOUTS["ep2"], "--moe-token-dispatch
 
 @dataclass
 class Saved:
-    """A model's checkpoints in several layouts; each is made when it is first asked for.
-
-    Attributes:
-        folder: where they go.
-        data_flags: Megatron's flags for the text.
-        model: a name of `runs.MODELS`.
-        more: flags for all runs, such as --bf16.
-    """
+    """A model's checkpoints in several layouts; each is made when it is first asked for."""
 
     folder: Path
     data_flags: tuple[str, ...]
-    model: str
-    more: tuple[str, ...] = ()
+    model: str  # of `runs.MODELS`
+    more: tuple[str, ...] = ()  # flags for all runs
     recorded: dict[str, Recorded] = field(default_factory=dict)
 
     def trained(self) -> Path:

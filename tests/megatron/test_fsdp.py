@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-FSDP with SimReg: losses, gradient norms, every parameter's gradient and the log of a single process.
 
-Megatron-FSDP loads no other checkpoints than its own, so these runs start from the seed, and are no part of the parity
-table. Torch's FSDP2 is.
+It loads no other checkpoints than its own, so these runs start from the seed; torch's FSDP2 is in the parity table.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
@@ -38,9 +35,7 @@ def one_process(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFa
     ],
     ids=["1 process", "2 processes", "2 processes, optimizer only", "context parallel"],
 )
-def test_megatron_fsdp(
-    flags: tuple[str, ...], processes: int, one_process: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_megatron_fsdp(flags, processes: int, one_process: runs.Recorded, data_flags, tmp_path: Path) -> None:
     sharded = runs.train(tmp_path, (*data_flags, *_STEPS, *_MEGATRON, *flags), processes=processes)
     gap = runs.difference(one_process, sharded)
     print(gap)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torchrun launch/pretrain_llama.sh --simreg-lambda 10`, word for word, and the layouts a newcomer tries next."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -33,10 +31,13 @@ STARTS = {
 }
 
 
+def own(text: BuiltinCorpus, output: Path) -> list[str]:
+    return ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(output)]
+
+
 def command_of(start: str, text: BuiltinCorpus, output: Path) -> tuple[list[str], int]:
     script, processes, flags = STARTS[start]
-    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(output)]
-    return [script, "--simreg-lambda", "10", *SHORT, *own, *flags], processes
+    return [script, "--simreg-lambda", "10", *SHORT, *own(text, output), *flags], processes
 
 
 def check_that_it_trained(done: Finished) -> None:
@@ -91,8 +92,7 @@ def test_the_last_validation_is_written_when_training_ends(text: BuiltinCorpus, 
 
 @pytest.mark.parametrize("recipe", quick(["paper", "creg"], lambda recipe: recipe == "paper"))
 def test_a_recipe_runs(recipe: str, text, tmp_path: Path) -> None:
-    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
-    done = runs.launched([LLAMA, "--recipe", recipe, *SHORT, *own], tmp_path)
+    done = runs.launched([LLAMA, "--recipe", recipe, *SHORT, *own(text, tmp_path)], tmp_path)
     assert done.status == 0, done.output[-4000:]
     assert "AdaGC (clipped)" in done.output and "adagc clipped share" in done.output
     assert f"{recipe.replace('paper', 'simreg')} loss: " in done.output
@@ -100,8 +100,7 @@ def test_a_recipe_runs(recipe: str, text, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_meet(text: BuiltinCorpus, tmp_path: Path) -> None:
-    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
-    first, second = runs.two_nodes([LLAMA, "--simreg-lambda", "10", *SHORT, *own])
+    first, second = runs.two_nodes([LLAMA, "--simreg-lambda", "10", *SHORT, *own(text, tmp_path)])
     assert first.status == 0 == second.status, first.output[-2000:] + second.output[-2000:]
     assert "data-parallel size: 2" in first.output
     assert "simreg loss" in first.output + second.output
@@ -109,8 +108,8 @@ def test_two_nodes_meet(text: BuiltinCorpus, tmp_path: Path) -> None:
 
 def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
     """--auto-resume: stopped half-way, started again past a torn checkpoint, and then done."""
-    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
-    command = [LLAMA, "--simreg-lambda", "10", *SHORT, *own, "--train-iters", "4", "--save-interval", "1"]
+    four = ["--train-iters", "4", "--save-interval", "1"]
+    command = [LLAMA, "--simreg-lambda", "10", *SHORT, *own(text, tmp_path), *four]
     start = runs.launched([*command, "--auto-resume", "--exit-interval", "2"], tmp_path)
     assert start.status == 0 and "exiting program at iteration 2" in start.output, start.output[-3000:]
     refused = runs.launched([*command, "--save", str(tmp_path / "checkpoints")], tmp_path)
@@ -127,7 +126,6 @@ def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if jobs.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder]).returncode:
@@ -138,8 +136,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_room_is_enough_to_go_on(text, tmp_path: Path, small_disk: Path) -> None:
-    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(small_disk)]
-    command = [LLAMA, "--simreg-lambda", "1", *SHORT, *own, "--save-interval", "1", "--auto-resume"]
+    command = [LLAMA, "--simreg-lambda", "1", *SHORT, *own(text, small_disk), "--save-interval", "1", "--auto-resume"]
     done = runs.torchrun(command)
     assert done.status != 0
     place = rf"error: (a checkpoint in )?{small_disk}/checkpoints\S*"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trained scalars in Megatron's own loop; those of `--simreg-similarity learnable` in all layouts: the parity table."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -21,9 +19,8 @@ STEPS = ("--train-iters", "4", "--eval-iters", "0")
 def test_weights_do_not_decay_towards_them(data_flags: tuple[str, ...], tmp_path: Path) -> None:
     """Weight decay so strong that a step of it would be seen."""
     flags = (*data_flags, *ON, *STEPS)
-    plain, decayed = (
-        runs.train(tmp_path / decay, (*flags, "--train-iters", "1", "--weight-decay", decay)) for decay in ("0", "100")
-    )
+    flags += ("--train-iters", "1", "--weight-decay")
+    plain, decayed = (runs.train(tmp_path / decay, (*flags, decay)) for decay in ("0", "100"))
     assert torch.equal(plain.params[QUERY], decayed.params[QUERY])
     weight = "decoder.layers.0.mlp.linear_fc1.weight"
     assert not torch.equal(plain.params[weight], decayed.params[weight])

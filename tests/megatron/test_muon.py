@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon, SOAP and Lion in Megatron's own loop with SimReg, and Muon with AdaGC.
 
-They are NVIDIA's emerging-optimizers, which `make setup` leaves out: importing them gives the root logger a handler
-before Megatron 0.19 sets up its own, so that its timers are missing in every log.
+`make setup` leaves NVIDIA's emerging-optimizers out: imported before Megatron 0.19's log they take its timers away.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
@@ -40,9 +37,7 @@ def adam(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_they_step_on_the_same_gradient(
-    optimizer: str, adam: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_they_step_on_the_same_gradient(optimizer: str, adam: runs.Recorded, data_flags, tmp_path: Path) -> None:
     """And train the scalars of a learned similarity, whose decay stays that of no weight."""
     flags = (*data_flags, *STEPS, *SIMREG, "--optimizer", optimizer)
     got = runs.train(tmp_path / "got", flags)
@@ -54,9 +49,7 @@ def test_they_step_on_the_same_gradient(
 
 
 @pytest.mark.parametrize(("layout", "processes"), [(MUON, 1), (LAYER_WISE, 2)], ids=["one process", "layer-wise"])
-def test_going_on_is_never_having_stopped(
-    layout: tuple[str, ...], processes: int, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_going_on_is_never_having_stopped(layout: tuple[str, ...], processes: int, data_flags, tmp_path: Path) -> None:
     flags = (*data_flags, *STEPS, *SIMREG, *layout, *ADAGC)
     whole = train(tmp_path / "whole", flags, processes=processes)
     save = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
@@ -67,9 +60,7 @@ def test_going_on_is_never_having_stopped(
 
 
 @pytest.mark.parametrize(("model", "patch"), [("dense", "adagc"), ("moe", "adagc"), ("dense", "adagc_and_layout")])
-def test_adagc_where_each_rank_steps_on_other_parameters(
-    model: str, patch: str, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_adagc_where_each_rank_steps_on_other_parameters(model: str, patch: str, data_flags, tmp_path: Path) -> None:
     """As where both ranks step on all of them. The first step alone has equal weights, up to how bf16 rounds."""
     flags = (*data_flags, *STEPS, *runs.SIMREG, *ADAGC, *MUON, "--bf16", "--lr", "1e-6", "--adagc-warmup-iters", "1")
     every = train(tmp_path / "every", flags, model=model, processes=2)

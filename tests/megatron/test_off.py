@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With lambda 0 a run is plain Megatron, bit for bit; with SimReg on, its evaluation still is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -66,13 +64,11 @@ def test_measuring_costs_nothing_between_log_steps(data_flags: tuple[str, ...], 
 
 
 def values_of(log: Path) -> dict[int, list[tuple[str, str]]]:
-    """SimReg's values by the number of the step."""
     lines = re.finditer(r"iteration +(\d+)/.*", log.read_text())
     return {int(line[1]): re.findall(r"(simreg [a-z ]+): (\S+)", line[0]) for line in lines}
 
 
 def evaluations(log: Path) -> list[tuple[str, str]]:
-    """(every bit of the loss, calls of SimReg) of each evaluation."""
     return re.findall(r"^evaluated: (\S+), SimReg calls: (\d+)", log.read_text(), re.M)
 
 

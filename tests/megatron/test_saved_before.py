@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that an earlier version of the plugin saved go on today, with every piece of their state.
-
-tests/fixtures/README.md says where they come from, and when the next release renews them.
-"""
-
-from __future__ import annotations
+"""Checkpoints that an earlier version of the plugin saved (tests/fixtures) go on today, with all of their state."""
 
 import hashlib
 import json

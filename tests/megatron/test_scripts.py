@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts that use megatron-core alone, without its training loop and its flags."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

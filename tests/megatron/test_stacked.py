@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of a stack follows Megatron's own loop with the plugin: same weights, same order of data, 20 steps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,9 +64,7 @@ def named_as_in_megatron(stack: Stack, k: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("lam", quick([0.0, 3.0], bool))
-def test_a_stack_is_megatron_with_the_plugin(
-    lam: float, text: BuiltinCorpus, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_stack_is_megatron_with_the_plugin(lam: float, text: BuiltinCorpus, data_flags, tmp_path: Path) -> None:
     other = Run(seed=1, lr=1e-3, std=0.1, warm=0.05, lam=1.0, chunk=16, labels="permuted")
     data, run = Data.of(text.train_prefix.parent, "cpu"), Run(5, 4e-3, 0.02, 0.2, lam, 32 if lam else 0, "right")
     stack = Stack(SHAPE, [other, run], STEPS, data)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a run starts: with the Megatron of the script's folder, and without `make` for the wheel's dataset helpers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -92,9 +90,7 @@ def test_another_megatron_that_was_imported_first_is_an_error(tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("compiled", "makefile", "make", "runs"), [(1, 0, 1, 0), (1, 1, 1, 1), (1, 1, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)]
 )
-def test_make_runs_where_it_can_or_must(
-    compiled: int, makefile: int, make: int, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_runs_where_it_can_or_must(compiled, makefile, make, runs: int, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / ("Makefile" if makefile else "other")).touch()
     module = SimpleNamespace(origin=str(tmp_path / "helpers_cpp.so")) if compiled else None
     monkeypatch.setattr(util, "find_spec", lambda name: module)

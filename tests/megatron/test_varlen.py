@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's loop over packed rows of varying length (`--use-varlen-dataset`), which no released wheel has yet.
 
-MEGATRON_PATH names a Megatron-LM tree with that flag: main from request 6742 on, or the dev branch of August 2026. Run
-as a script, this starts its `pretrain_gpt.py` on the CPU, with stand-ins for what Transformer Engine does. The first
-argument is the cut over context ranks: Megatron's own flags allow the contiguous one only with attention that needs a
-GPU; other attention has it turn the rows to zigzag and back.
+MEGATRON_PATH names a Megatron-LM tree with that flag: main from request 6742 on, or the dev branch of August 2026. As a
+script this starts its `pretrain_gpt.py` on the CPU, with stand-ins for Transformer Engine; the first argument is the
+cut over context ranks, the contiguous one of which Megatron allows only with attention that needs a GPU.
 """
-
-from __future__ import annotations
 
 import importlib
 import json
@@ -46,8 +43,7 @@ FLAGS = (
 
 def numbers(*words: str, processes: int = 1) -> list[float]:
     """Losses, SimReg's loss and positive cosine, and gradient norms of all steps, as Megatron logs them."""
-    environment = {"PYTHONPATH": f"{TREE}:{runs.ROOT}"}
-    done = runs.torchrun(["-m", "tests.megatron.test_varlen", *words], processes=processes, env=environment)
+    done = runs.torchrun(["-m", "tests.megatron.test_varlen", *words], processes, PYTHONPATH=f"{TREE}:{runs.ROOT}")
     assert done.status == 0, done.output[-3000:]
     found = re.findall(r"(?:simreg loss|positive cosine|lm loss|grad norm): ([\d.E+-]+)", done.output)
     return list(map(float, found))

@@ -2,8 +2,6 @@
 """Full-iteration CUDA graphs, in Megatron's own loop and wrapper on an emulated graph (below): six steps,
 the second of which is captured and the last four are replays, come to the bits of six steps without a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

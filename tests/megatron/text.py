@@ -4,20 +4,13 @@
 A phrase ends every dozen tokens or so: sequences of 64 then hold several text ends, and unequal numbers of them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sysconfig
 from pathlib import Path
 
-from simreg_megatron.tools.builtin_corpus import (
-    BuiltinCorpus,
-    ensure_builtin_corpus,
-    is_validation,
-    read_documents,
-    write_pair,
-)
+from simreg_megatron.tools import builtin_corpus
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from simreg_megatron.tools.tokenizers import load_tokenizer, write_tokenizer
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
@@ -32,12 +25,11 @@ def _roots() -> list[Path]:
 
 def make_corpus(folder: Path) -> BuiltinCorpus:
     """The built-in corpus of a few packages: real, and small enough to be quick."""
-    return ensure_builtin_corpus(folder, vocab_size=VOCABULARY, roots=_roots())
+    return builtin_corpus.ensure_builtin_corpus(folder, vocab_size=VOCABULARY, roots=_roots())
 
 
 def documents() -> list[str]:
-    """Its training text, module by module."""
-    return [text for name, text in read_documents(_roots()) if not is_validation(name)]
+    return [text for name, text in builtin_corpus.read_documents(_roots()) if not builtin_corpus.is_validation(name)]
 
 
 def phrases() -> list[str]:
@@ -46,7 +38,7 @@ def phrases() -> list[str]:
 
 def cut_into_phrases(corpus: BuiltinCorpus, prefix: Path) -> Path:
     """The corpus's training text once more, each phrase a document of its own."""
-    write_pair(prefix, phrases(), corpus.tokenizer_model)
+    builtin_corpus.write_pair(prefix, phrases(), corpus.tokenizer_model)
     return prefix
 
 

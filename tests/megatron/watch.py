@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Things to count inside a run, each a function to call before it starts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

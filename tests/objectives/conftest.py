@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which objectives are asked: those of this package, or the one that `--objective` names."""
 
-from __future__ import annotations
-
 import pytest
 
 from simreg_megatron import objectives

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definitions of objectives on one chunk, token by token and pair by pair, in float64.
+"""Definitions of objectives on one chunk, token by token and pair by pair, in float64: the sum of all terms.
 
-Each returns what the terms of all tokens add up to. Nothing is shared with the package.
-
-Shapes: rows [n, D], labels [n].
+Nothing is shared with the package. Rows are [n, D], labels [n].
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An objective that a package brings: the file of docs/objectives.md, installed, under the tests of every objective."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -20,14 +18,8 @@ from tests.helpers.pages import ROOT, blocks
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder on the import path as an installer leaves it."""
     folder = tmp_path_factory.mktemp("site")
-    python, toml = (
-        next(
-            block.text
-            for block in blocks(ROOT / "docs/objectives.md")
-            if block.language == kind and "toy" in block.text
-        )
-        for kind in ("python", "toml")
-    )
+    found = [block for block in blocks(ROOT / "docs/objectives.md") if "toy" in block.text]
+    python, toml = (next(block.text for block in found if block.language == kind) for kind in ("python", "toml"))
     (folder / "toy_objective.py").write_text(python)
     group, line = re.fullmatch(r'\[project\.entry-points\."(.+)"\]\n(.+)', toml.strip()).groups()
     info = folder / "toy_objective-1.0.dist-info"
@@ -39,9 +31,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *arguments: str) -> str:
     """Run Python in an environment that has the package, and return its output."""
-    done = jobs.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path(folder, ROOT)}, merged=True
-    )
+    environment = {**os.environ, "PYTHONPATH": python_path(folder, ROOT)}
+    done = jobs.run([sys.executable, *arguments], cwd=ROOT, env=environment, merged=True)
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
 

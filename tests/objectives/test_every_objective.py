@@ -5,8 +5,6 @@ and ranks that share a sequence.
 Shapes: B sequences, S tokens, D features.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import NamedTuple
@@ -65,7 +63,6 @@ def _narrow(objective: Objective) -> str:
 
 
 def terms(config: SimRegConfig, rows: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    """[B, S], on one rank that holds all."""
     shard = SequenceShard(ShardLayout(labels.shape[1]))
     views = chunk_views(config, shard, rows.transpose(0, 1), labels, valid, iteration=1)
     if config.is_simreg:
@@ -177,9 +174,7 @@ def test_the_host_never_waits(objective: Objective, config: SimRegConfig) -> Non
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [CP2_SP2, pytest.param(CP2_TP2, marks=pytest.mark.slow)], ids=["cp2-sp2", "cp2-tp2"])
-def test_ranks_that_share_a_sequence(
-    objective: Objective, config: SimRegConfig, layout: ShardLayout, tmp_path: Path
-) -> None:
+def test_ranks_that_share_a_sequence(objective: Objective, config, layout: ShardLayout, tmp_path: Path) -> None:
     """Chunks of 12 lie across them."""
     chunks = {} if objective.example.chunk_size is None else {"chunk_size": 12}
     check = functools.partial(check_rank, pulls_others=objective.name != "sce")  # whose keys have no gradient

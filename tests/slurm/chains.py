@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains of tiny Megatron runs, submitted as a user would, and what they logged."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -43,13 +39,8 @@ def words(text: Any, iterations: int) -> list[str]:
     return [*data, *_MODEL, "--train-iters", str(iterations)]
 
 
-def uninterrupted(text: Any, iterations: int, output: Path) -> dict[str, dict[int, float]]:
-    """The scalars of the same run under torchrun, without a break."""
-    return whole_run(text, iterations, output)[0]
-
-
 def whole_run(text: Any, iterations: int, output: Path) -> tuple[dict[str, dict[int, float]], float]:
-    """The same, and the seconds of a step."""
+    """The scalars of the same run under torchrun, without a break, and the seconds of a step."""
     done = runs.torchrun([SCRIPT, *words(text, iterations), "--output", str(output)], processes=2)
     assert done.status == 0, done.output[-4000:]
     steps = [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", done.output)]
@@ -65,8 +56,6 @@ def scalars(output: Path) -> dict[str, dict[int, float]]:
 
 @dataclass
 class Chain:
-    """A submitted run."""
-
     cluster: Cluster
     output: Path
     job: str
@@ -99,7 +88,6 @@ class Chain:
             time.sleep(poll)
 
     def wait(self, *, seconds: float = 400) -> None:
-        """Until no slice is left."""
         gone = ("", "slurm_load_jobs error: Invalid job id specified")
         self.until(lambda: self.queue() in gone, "the chain's end", seconds=seconds, poll=1)
 
@@ -108,10 +96,14 @@ class Chain:
         self.until(lambda: tracker.exists() and int(tracker.read_text() or 0) >= iteration, f"checkpoint {iteration}")
 
     def ranks(self) -> list[int]:
-        """The processes that train."""
         marks = (SCRIPT, str(self.output), "--exit-duration-in-mins")
-        commands = ((pid, command) for pid, command in _commands() if all(mark in command for mark in marks))
-        return [pid for pid, command in commands if not command.startswith("srun")]
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                command = path.read_text().replace("\0", " ")
+                if all(mark in command for mark in marks) and not command.startswith("srun"):
+                    found.append(int(path.parent.name))
+        return found
 
 
 def submit(cluster: Cluster, output: Path, run: Sequence[str], *options: str) -> Chain:
@@ -119,24 +111,8 @@ def submit(cluster: Cluster, output: Path, run: Sequence[str], *options: str) ->
     settings = output.parent / "cluster.env"
     settings.write_text(SITE)
     command = ["bash", str(SUBMIT), "--cluster", str(settings), "--nodes", "2", "--reserve", "0.5", *options]
-    answer = cluster.ask(
-        *command, SCRIPT, *run, "--output", str(output), environment={"PYTHONPATH": python_path(runs.ROOT)}
-    )
+    own = {"PYTHONPATH": python_path(runs.ROOT)}
+    answer = cluster.ask(*command, SCRIPT, *run, "--output", str(output), environment=own)
     match = re.search(r"as job (\d+)", answer)
     assert match, answer
     return Chain(cluster, output, match[1])
-
-
-def kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _commands() -> list[tuple[int, str]]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                found.append((int(entry.name), (entry / "cmdline").read_text().replace("\0", " ")))
-    return found

@@ -4,8 +4,6 @@
 Nothing of an installed cluster is touched: configuration, keys, sockets, state and ports are this folder's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -111,8 +109,7 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         """The machine is gone: its daemon and all that it started, at once."""
         daemon = self._daemons.pop(name)
         for pid in jobs.with_descendants([daemon.pid]) | _steps_of(name, self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            jobs.send(pid, signal.SIGKILL)
         daemon.wait()
 
     def _spawn(self, name: str, *command: str) -> None:
@@ -160,13 +157,8 @@ def _free_ports(count: int) -> list[int]:
 
 def _steps_of(name: str, folder: Path) -> set[int]:
     """A node's jobs, whose managers left their daemon's family, and all below them."""
-    marks = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={folder}/slurm.conf".encode()}
-    found: set[int] = set()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if marks <= set(environment.read_bytes().split(b"\0")):
-                found.add(int(environment.parent.name))
-    return jobs.with_descendants(found)
+    mine = jobs.with_environment(f"SLURMD_NODENAME={name}", f"SLURM_CONF={folder}/slurm.conf")
+    return jobs.with_descendants(mine)
 
 
 @contextlib.contextmanager

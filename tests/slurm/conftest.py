@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cluster and one text for all tests of this folder; without SLURM they are skipped, with the reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,23 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clusters.Clust
         yield started
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A set as `simreg-megatron data prepare` leaves it."""
-
-    folder: Path
-
-    @property
-    def train_prefix(self) -> Path:
-        return self.folder / "train"
-
-    @property
-    def tokenizer_model(self) -> Path:
-        return self.folder / "tokenizer.model"
-
-
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def text(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """From a folder of .jsonl files, by the command that docs/cluster.md names."""
     source, out = tmp_path_factory.mktemp("jsonl"), tmp_path_factory.mktemp("prepared") / "set"
     for number, texts_of_file in enumerate(batched(texts.documents(), 50)):
@@ -57,4 +40,4 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     command = ["bash", "launch/prepare_data.sh", str(source), "--train-tokenizer", "512", "--out", str(out)]
     done = jobs.run(command, cwd=ROOT, timeout=1800, merged=True)
     assert done.returncode == 0, done.stdout
-    return Prepared(out)
+    return SimpleNamespace(train_prefix=out / "train", tokenizer_model=out / "tokenizer.model")

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a chain on a real SLURM of two nodes: what ends a slice, and that nothing is lost by it.
 
-"Nothing" is exact: losses, SimReg losses and gradient norms of every step equal, bit for bit, those of a run that was
-never interrupted.
+Losses, SimReg losses and gradient norms equal, bit for bit, those of a run that was never interrupted.
 """
-
-from __future__ import annotations
 
 import math
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -18,14 +16,14 @@ from launch import checkpoints
 from launch.slurm.chain import STOP
 from tests.helpers import jobs
 from tests.slurm import chains
-from tests.slurm.chains import SAVE_INTERVAL, submit, uninterrupted, words
+from tests.slurm.chains import SAVE_INTERVAL, submit, whole_run, words
 
 SHORT = 60  # iterations
 
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
-    return uninterrupted(text, SHORT, tmp_path_factory.mktemp("whole") / "run")
+    return whole_run(text, SHORT, tmp_path_factory.mktemp("whole") / "run")[0]
 
 
 def assert_nothing_lost(chain: chains.Chain, whole: dict[str, dict[int, float]]) -> None:
@@ -43,15 +41,13 @@ def test_what_is_submitted_is_what_the_dry_run_printed(cluster, text, tmp_path: 
     command = ["bash", str(chains.SUBMIT), *site, "--nodes", "2", "--reserve", "0.5"]
     run = [chains.SCRIPT, *words(text, SHORT), "--output", str(chain.output)]
     printed = cluster.ask(*command, "--slices", "1", "--dry-run", *run)
-    script = [
-        line for line in printed.splitlines() if not line.startswith("> ")
-    ]  # notes are on standard error, here, too
+    script = [line for line in printed.splitlines() if not line.startswith("> ")]  # without notes
     assert script[0] == "#!/bin/bash" and held.splitlines() == script
 
 
 def test_time_limit_save_exit_next_slice_end(cluster, text, whole, tmp_path: Path) -> None:
     """Slices of two minutes: the run is made to last longer, on machines of any speed."""
-    rehearsal, step = chains.whole_run(text, SHORT, tmp_path / "rehearsal")
+    rehearsal, step = whole_run(text, SHORT, tmp_path / "rehearsal")
     assert rehearsal == whole, "the same run twice must be the same numbers"
     iterations = math.ceil(90 / step)  # of which a slice has less than one minute
     chain = submit(cluster, tmp_path / "run", words(text, iterations), "--time", "2")
@@ -63,7 +59,7 @@ def test_time_limit_save_exit_next_slice_end(cluster, text, whole, tmp_path: Pat
     assert re.search(r"exiting program after", chain.log), "the first slice must have ended by its time"
     assert "the run has reached its end" in chain.log
     assert len(begins) < 90, "the slices that were not needed must be gone"
-    assert_nothing_lost(chain, uninterrupted(text, iterations, tmp_path / "whole"))
+    assert_nothing_lost(chain, whole_run(text, iterations, tmp_path / "whole")[0])
     records = sorted((chain.output / "record").iterdir())
     assert len(records) == len(begins)
     for name in ("command.txt", "flags.txt", "environment.txt", "versions.json", "job.sbatch"):
@@ -149,7 +145,8 @@ def _kill_while_saving(chain: chains.Chain) -> Path | None:
     while time.monotonic() < end:
         fresh = set(checkpoints.iterations(chain.save)) - known
         if fresh:
-            chains.kill(ranks)
+            for rank in ranks:
+                jobs.send(rank, signal.SIGKILL)
             folder = checkpoints.path_of(chain.save, max(fresh))
             return folder if checkpoints.is_torn(folder) else None
         time.sleep(0.001)

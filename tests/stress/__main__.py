@@ -5,8 +5,6 @@ Exit status 1 if an error is above its bound, or a number is not finite. With `-
 benchmarks/results/stress.csv, and a run goes on where the last one ended, after a kill, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

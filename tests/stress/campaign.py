@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many cases: each batch draws from its own number, and the worst of each kind stays in a table that keeps growing."""
 
-from __future__ import annotations
-
-import csv
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks import records
 from tests.stress.cases import Case, draw
 from tests.stress.judge import judge
 
@@ -20,8 +18,6 @@ _LARGE_ANCHORS = 64
 
 
 class Row(NamedTuple):
-    """The worst of one kind so far."""
-
     size: str
     impl: str
     kind: str
@@ -38,42 +34,28 @@ class Table:
         self._path = path
         self.rows: dict[tuple[str, str, str], Row] = {}
         self.batches = {"small": 0, "large": 0}
-        if path is not None and path.is_file():
-            with path.open(newline="", encoding="utf-8") as file:
-                for line in csv.reader(file):
-                    self._read(line)
-
-    def _read(self, line: list[str]) -> None:
-        if line[0] == "batches":
-            self.batches[line[1]] = int(line[2])
-        elif line[0] != Row._fields[0]:
-            size, impl, kind, cases, value, gradient, not_finite = line
-            self.rows[size, impl, kind] = Row(
-                size, impl, kind, int(cases), float(value), float(gradient), int(not_finite)
-            )
+        for line in records.read(path) if path is not None and path.is_file() else ():
+            if line["size"] == "batches":
+                self.batches[line["impl"]] = int(line["kind"])
+            else:
+                *place, cases, value, gradient, not_finite = line.values()
+                self.rows[tuple(place)] = Row(*place, int(cases), float(value), float(gradient), int(not_finite))
 
     def add(self, new: Row) -> None:
         place = new.size, new.impl, new.kind
         old = self.rows.get(place, new._replace(cases=0, not_finite=0))
+        counts = {"cases": old.cases + new.cases, "not_finite": old.not_finite + new.not_finite}
         self.rows[place] = new._replace(
-            cases=old.cases + new.cases,
-            value=max(old.value, new.value),
-            gradient=max(old.gradient, new.gradient),
-            not_finite=old.not_finite + new.not_finite,
+            value=max(old.value, new.value), gradient=max(old.gradient, new.gradient), **counts
         )
 
     def keep(self) -> None:
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        with part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(Row._fields)
-            for _, row in sorted(self.rows.items()):
-                writer.writerow([*row[:4], f"{row.value:.3f}", f"{row.gradient:.3f}", row.not_finite])
-            writer.writerows(("batches", size, number) for size, number in self.batches.items())
-        part.replace(self._path)
+        rows = [row._replace(value=f"{row.value:.3f}", gradient=f"{row.gradient:.3f}") for row in self.rows.values()]
+        rows = [row._asdict() for row in sorted(rows)]
+        batches = [{"size": "batches", "impl": size, "kind": number} for size, number in self.batches.items()]
+        records.write(self._path, [*rows, *batches])
 
 
 def small(number: int) -> Iterator[Row]:

@@ -4,8 +4,6 @@
 Shapes: b sequences, n tokens, D features.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -21,8 +19,6 @@ EXPONENT = {torch.float32: 20, torch.bfloat16: 20, torch.float16: 3}
 
 
 class Case(NamedTuple):
-    """Some sequences of one kind."""
-
     rows: Tensor  # [b, n, D]
     labels: Tensor  # [b, n]
     valid: Tensor  # bool [b, n]

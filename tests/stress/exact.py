@@ -4,8 +4,6 @@
 Shapes: b sequences, n tokens, D features; p anchors of each sequence.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

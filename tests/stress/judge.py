@@ -13,8 +13,6 @@ of a state that is surrounded by equal ones is a difference of numbers of that s
 below exp(-80) for 0, so terms below 1e-34 may be 0.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -45,9 +43,8 @@ class Judged(NamedTuple):
 def judge(case: Case, impl: str, anchors: Tensor) -> Judged:
     """Judge the terms and gradients of these anchors [b, p] of each sequence, each with a weight of its own."""
     rows = case.rows.clone().requires_grad_()
-    terms = simreg_loss(
-        rows, case.labels, valid=case.valid, temperature=case.tau, chunk_size=0, impl=impl, reduction="none"
-    )
+    options = {"temperature": case.tau, "chunk_size": 0, "impl": impl, "reduction": "none"}
+    terms = simreg_loss(rows, case.labels, valid=case.valid, **options)
     weights = torch.zeros_like(terms)
     given = 0.5 + torch.arange(anchors.shape[1]) % 7 / 7
     weights.scatter_(1, anchors, given.expand_as(anchors).to(weights.dtype))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bound of `judge` holds for every form, can be missed, and the definition behind it is the package's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

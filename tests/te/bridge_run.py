@@ -6,8 +6,6 @@ asking whether it is needed, while the CPU backend hides it from Megatron, which
 from there; so it is hidden until Megatron has chosen, and then Bridge imports the real one.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

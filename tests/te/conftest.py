@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marked `te`, and skipped where Transformer Engine is not installed: `make test-te` makes the environment."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 Every weight is a function of its name in the checkpoint, so that any layout holds parts of the same whole tensors.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import zlib
@@ -42,12 +40,10 @@ EXPERT_LAYERS = {"dense": set(), "sequential": {"SequentialMLP"}, "grouped": {"T
 
 
 def whole(key: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that the checkpoint is to hold under this key."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
 
 
 def save(folder: Path, model: str, layout: str, log: Path) -> Path:
-    """A checkpoint of two ranks, with SimReg's trained scalars."""
     _on_two_ranks(_save, log, folder, model, layout)
     return folder
 

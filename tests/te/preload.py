@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of ranks with Transformer Engine: Megatron that has imported the real one, without our stand-ins.
 
-While models are made, saved and loaded, CUDA is asked four things, which are answered here: Transformer Engine's layers
-ask whether it is there, Megatron's parser which generation of GPU it is, and the writer of checkpoints waits for it and
-puts a count on it.
+The four questions that making, saving and loading models asks CUDA are answered here.
 """
-
-from __future__ import annotations
 
 import importlib
 import os

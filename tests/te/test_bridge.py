@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-Bridge's own `pretrain` trains a tiny LLaMA, with SimReg through its callback and without."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib import util
@@ -19,7 +17,6 @@ NUMBER = r"([-+.\dE]+)"
 
 @pytest.fixture(scope="module")
 def logs() -> dict[str, str]:
-    """Return what both runs printed."""
     found = {}
     for kind in ("plain", "simreg"):
         command = [sys.executable, "-m", "tests.te.bridge_run", kind]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that Megatron saves from Transformer Engine's layers become Hugging Face models, and come back."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -18,7 +16,6 @@ HEAD = HIDDEN // HEADS
 
 
 def command(*words: object) -> None:
-    """`simreg-megatron WORDS`, which must succeed."""
     jobs.run([sys.executable, "-m", "simreg_megatron.cli", *map(str, words)], check=True)
 
 
@@ -68,17 +65,17 @@ def experts(layered, layer: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "other"),
-    [
-        ("dense", "tp2", "pp2"),
-        ("dense", "pp2", "tp2"),
-        ("grouped", "ep2", "pp2"),
-        ("grouped", "tp2", "ep2"),
-        ("sequential", "ep2", "tp2"),
-        ("sequential", "pp2", "ep2"),
-    ],
-)
+CASES = [
+    ("dense", "tp2", "pp2"),
+    ("dense", "pp2", "tp2"),
+    ("grouped", "ep2", "pp2"),
+    ("grouped", "tp2", "ep2"),
+    ("sequential", "ep2", "tp2"),
+    ("sequential", "pp2", "ep2"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "other"), CASES)
 def test_an_imported_model_is_exported_unchanged(model: str, layout: str, other: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

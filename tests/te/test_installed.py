@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With a Transformer Engine that can be imported: what is logged, what is installed, and runs that do without it."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -18,7 +16,6 @@ TINY = "--simreg-lambda 1 --train-iters 2 --eval-iters 0 --log-interval 1 --init
 
 
 def run(*command: object, **env: str) -> str:
-    """Return what the command printed; it must succeed."""
     done = jobs.run([str(word) for word in command], cwd=ROOT, env={**os.environ, **env}, merged=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the unit tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

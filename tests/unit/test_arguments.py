@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags in a parser, their refusals, and the comparison with a checkpoint's flags."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -10,12 +8,8 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron import SimRegConfig, install
-from simreg_megatron.config.flags import (
-    adagc_differences_to_checkpoint,
-    adagc_from_args,
-    config_from_args,
-    differences_to_checkpoint,
-)
+from simreg_megatron.config.flags import adagc_differences_to_checkpoint as adagc_differences
+from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.plugin import installation, loop
 from simreg_megatron.plugin.arguments import add_simreg_arguments
@@ -60,28 +54,25 @@ def test_settings_are_read_from_a_yaml_file(tmp_path: Path, monkeypatch: pytest.
     assert (config.lambda_, config.chunk_size, config.document_mask, config.scope) == (10, 512, True, "exact")
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("--simreg-chunk-size 64", "SimReg chunk size 64 has no effect while lambda is 0"),
-        ("--simreg-cpu", "--simreg-cpu came too late"),
-        ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
-        ("--adagc-lambda 1", "did you mean --adagc-lambda-"),
-        ("--simreg-zzz", "`simreg-megatron flags` lists them"),
-        (f"--simreg-warmup-iters {'9' * 5000}", "argument --simreg-warmup-iters: invalid int value: '999"),
-        (f"--simreg-lambda 1 --simreg-scope {'x' * 5000}", "unknown SimReg scope 'xxx"),
-        ("--simreg-objective mic:1 --simreg-scope \x1b[2J", "SimReg scope ?[2J has no effect"),
-        ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share from 0 to 1,000, not '1e308'"),
-        (
-            "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options coupling=2",
-            "coupling must be from 0 to 1",
-        ),
-        (
-            "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options exclude_self=yes,target=instance",
-            "use target=label",
-        ),
-    ],
-)
+BAD_FLAGS = [
+    ("--simreg-chunk-size 64", "SimReg chunk size 64 has no effect while lambda is 0"),
+    ("--simreg-cpu", "--simreg-cpu came too late"),
+    ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
+    ("--adagc-lambda 1", "did you mean --adagc-lambda-"),
+    ("--simreg-zzz", "`simreg-megatron flags` lists them"),
+    (f"--simreg-warmup-iters {'9' * 5000}", "argument --simreg-warmup-iters: invalid int value: '999"),
+    (f"--simreg-lambda 1 --simreg-scope {'x' * 5000}", "unknown SimReg scope 'xxx"),
+    ("--simreg-objective mic:1 --simreg-scope \x1b[2J", "SimReg scope ?[2J has no effect"),
+    ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share from 0 to 1,000, not '1e308'"),
+    ("--simreg-objective sce --simreg-lambda 1 --simreg-objective-options coupling=2", "coupling must be from 0 to 1"),
+    (
+        "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options exclude_self=yes,target=instance",
+        "use target=label",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), BAD_FLAGS)
 def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(line.split())
@@ -169,26 +160,27 @@ def test_a_resume_logs_every_setting_that_changed() -> None:
     assert differences_to_checkpoint(argparse.Namespace(), before) == [], "a checkpoint from before the plugin"
 
 
-@pytest.mark.parametrize(
-    ("flags", "norm"), [("", 1.0), ("--clip-grad 0.5", 0.5), ("--clip-grad 0", 1.0), ("--adagc-lambda-abs 2", 2.0)]
-)
+NORMS = [("", 1.0), ("--clip-grad 0.5", 0.5), ("--clip-grad 0", 1.0), ("--adagc-lambda-abs 2", 2.0)]
+
+
+@pytest.mark.parametrize(("flags", "norm"), NORMS)
 def test_adagc_takes_the_place_of_the_global_clip(flags: str, norm: float) -> None:
     config = adagc_from_args(parser().parse_args(["--adagc", *flags.split()]))
     assert config is not None and config.lambda_abs == norm
     assert adagc_from_args(parser().parse_args([])) is None
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "line"),
-    [
-        ("--adagc", "", "--adagc was on when the checkpoint was written and is off now"),
-        ("", "--adagc", "--adagc was off when the checkpoint was written and is on now"),
-        ("--adagc --adagc-beta 0.9", "--adagc", "--adagc-beta was 0.9 when the checkpoint was written and is 0.99 now"),
-    ],
-)
+CHANGES_OF_ADAGC = [
+    ("--adagc", "", "--adagc was on when the checkpoint was written and is off now"),
+    ("", "--adagc", "--adagc was off when the checkpoint was written and is on now"),
+    ("--adagc --adagc-beta 0.9", "--adagc", "--adagc-beta was 0.9 when the checkpoint was written and is 0.99 now"),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "line"), CHANGES_OF_ADAGC)
 def test_a_resume_logs_what_changed_of_adagc(before: str, now: str, line: str) -> None:
     both = parser().parse_args(before.split()), parser().parse_args(now.split())
-    lines = adagc_differences_to_checkpoint(*both)
+    lines = adagc_differences(*both)
     assert differences_to_checkpoint(*both) == []
     assert len(lines) == 1 and lines[0].startswith(line), lines
 
@@ -211,9 +203,8 @@ class TestAnUnreadableRecord:
 
     @pytest.mark.parametrize(("record", "name", "_"), RECORDS)
     def test_a_run_without_such_settings_resumes(self, record, name, _, monkeypatch) -> None:
-        with pytest.warns(
-            UserWarning, match=f"settings of {name} cannot be read .*: the run resumes without"
-        ) as caught:
+        sentence = f"settings of {name} cannot be read .*: the run resumes without"
+        with pytest.warns(UserWarning, match=sentence) as caught:
             assert self.resume(record, "", monkeypatch) == "goes on"
         assert len(caught) == 1 and str(caught[0].message).isprintable()
 

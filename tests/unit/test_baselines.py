@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The baselines against independently computed numbers on the fixture F1, and against written-out loops."""
 
-from __future__ import annotations
-
+import functools
 import math
 from collections.abc import Callable
 
@@ -20,49 +19,30 @@ from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import fixture_f1, without_pairs
 from tests.unit.test_simreg_facts import assert_prints
 
-
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({}, "4.790469"),
-        ({"form": "per_pair"}, "2.506397"),
-        ({"form": "supcon_out"}, "4.996844"),
-        ({"self_positive": "always"}, "2.626919"),
-        ({"temperature": 0.01}, "41.686364"),
-        ({"temperature": 0.01, "form": "supcon_out"}, "42.616670"),
-    ],
-)
-def test_cr1(options: dict, printed: str) -> None:
-    assert_prints(creg_loss(*fixture_f1(), **options), printed)
-
-
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({}, "3.568870"),
-        ({"target_temperature": 0.05}, "3.506406"),
-        ({"coupling": 1}, "4.051758"),
-        ({"coupling": 0}, "3.085982"),
-        ({"target": "instance"}, "1.655349"),
-        ({"target": "instance", "coupling": 1}, "0.224715"),
-        ({"exclude_self": True}, "2.393741"),
-    ],
-)
-def test_se1(options: dict, printed: str) -> None:
-    assert_prints(sce_loss(*fixture_f1(), **options), printed)
+CR1_SE1_AND_CP1 = [
+    (creg_loss, {}, "4.790469"),
+    (creg_loss, {"form": "per_pair"}, "2.506397"),
+    (creg_loss, {"form": "supcon_out"}, "4.996844"),
+    (creg_loss, {"self_positive": "always"}, "2.626919"),
+    (creg_loss, {"temperature": 0.01}, "41.686364"),
+    (creg_loss, {"temperature": 0.01, "form": "supcon_out"}, "42.616670"),
+    (sce_loss, {}, "3.568870"),
+    (sce_loss, {"target_temperature": 0.05}, "3.506406"),
+    (sce_loss, {"coupling": 1}, "4.051758"),
+    (sce_loss, {"coupling": 0}, "3.085982"),
+    (sce_loss, {"target": "instance"}, "1.655349"),
+    (sce_loss, {"target": "instance", "coupling": 1}, "0.224715"),
+    (sce_loss, {"exclude_self": True}, "2.393741"),
+    (cpretrain_loss, {"temperature": 0.1}, "3.608232"),
+    (cpretrain_loss, {"temperature": 0.1, "same_label": "kept"}, "5.53525150634"),
+    (cpretrain_loss, {"temperature": 0.05}, "6.486718"),
+    (cpretrain_loss, {"temperature": 0.01}, "30.825301"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({"temperature": 0.1}, "3.608232"),
-        ({"temperature": 0.1, "same_label": "kept"}, "5.53525150634"),
-        ({"temperature": 0.05}, "6.486718"),
-        ({"temperature": 0.01}, "30.825301"),
-    ],
-)
-def test_cp1(options: dict, printed: str) -> None:
-    assert_prints(cpretrain_loss(*fixture_f1(), **options), printed)
+@pytest.mark.parametrize(("loss", "options", "printed"), CR1_SE1_AND_CP1)
+def test_cr1_se1_and_cp1(loss: Callable[..., Tensor], options: dict, printed: str) -> None:
+    assert_prints(loss(*fixture_f1(), **options), printed)
 
 
 def test_sc1() -> None:
@@ -79,6 +59,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "sce exclude self": lambda *given, **options: sce_loss(*given, exclude_self=True, **options),
     "cpretrain": cpretrain_loss,
 }
+HALVES = (slice(5), slice(5, 9))  # of 9 tokens
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
@@ -133,11 +114,8 @@ def test_nothing_to_compare_is_zero_and_finite(loss: Callable[..., Tensor], case
 def test_simcse_is_the_written_out_sum() -> None:
     rows, _, valid = tokens(2, (3, 9))
     valid[2, 5:] = False  # no second half: it takes no part, not even as a negative
-    halves = [
-        [F.normalize(rows[b, part][valid[b, part]].mean(0), dim=0) for part in (slice(5), slice(5, 9))]
-        for b in range(2)
-    ]
-    logits = torch.stack([torch.stack([first @ second for _, second in halves]) for first, _ in halves]) / 0.05
+    first, second = (torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(2)]) for part in HALVES)
+    logits = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T / 0.05
     expected = -logits.log_softmax(-1).diagonal().mean()
     torch.testing.assert_close(simcse_loss(rows, valid=valid), expected)
     assert torch.autograd.gradcheck(lambda x: simcse_loss(x, valid=valid, temperature=0.5), rows.requires_grad_())
@@ -213,19 +191,15 @@ def test_dropout_views_drop_a_tenth_and_belong_to_the_sequence() -> None:
 def test_dropout_is_differentiable_and_leaves_the_generator_alone() -> None:
     rows, labels, valid = tokens(2, (3, 9))
     state = torch.get_rng_state()
-    assert torch.autograd.gradcheck(
-        lambda x: simcse_loss(x, labels, valid=valid, temperature=0.5, view="dropout"), rows.requires_grad_()
-    )
+    loss = functools.partial(simcse_loss, labels=labels, valid=valid, temperature=0.5, view="dropout")
+    assert torch.autograd.gradcheck(loss, rows.requires_grad_())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_cpretrain_on_sequences_is_symmetric() -> None:
     rows, labels, valid = tokens(2, (3, 9))
-    first, second = (
-        F.normalize(torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3)]), dim=-1)
-        for part in (slice(5), slice(5, 9))
-    )
-    logits, targets = first @ second.T / 0.1, torch.arange(3)
+    first, second = (torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3)]) for part in HALVES)
+    logits, targets = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T / 0.1, torch.arange(3)
     expected = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
     torch.testing.assert_close(cpretrain_loss(rows, labels, valid=valid, level="sequence"), expected)
     assert abs(F.cross_entropy(logits, targets) - expected) > 1e-3
@@ -234,38 +208,34 @@ def test_cpretrain_on_sequences_is_symmetric() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_learned_scale(level: str) -> None:
     rows, labels, valid = tokens(2, (3, 9))
-    theta = torch.tensor([math.log(5.0)], dtype=torch.float64, requires_grad=True)
-    loss = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=theta)
-    torch.testing.assert_close(loss, cpretrain_loss(rows, labels, valid=valid, level=level, temperature=0.2))
-    assert torch.autograd.gradcheck(
-        lambda given: cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=given), theta
-    )
-    most = torch.tensor([9.0], dtype=torch.float64, requires_grad=True)
-    capped = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=most)
-    torch.testing.assert_close(capped, cpretrain_loss(rows, labels, valid=valid, level=level, temperature=0.01))
-    limit = torch.tensor([math.log(LARGEST_SCALE)], dtype=torch.float64, requires_grad=True)
-    at_limit = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=limit)
+    loss = functools.partial(cpretrain_loss, rows, labels, valid=valid, level=level)
+    scales = ([value] for value in (math.log(5.0), 9.0, math.log(LARGEST_SCALE)))
+    theta, most, limit = (torch.tensor(scale, dtype=torch.float64, requires_grad=True) for scale in scales)
+    torch.testing.assert_close(loss(log_scale=theta), loss(temperature=0.2))
+    assert torch.autograd.gradcheck(lambda given: loss(log_scale=given), theta)
+    capped, at_limit = loss(log_scale=most), loss(log_scale=limit)
+    torch.testing.assert_close(capped, loss(temperature=0.01))
     pull, pull_at_limit = (torch.autograd.grad(value, scale)[0] for value, scale in ((capped, most), (at_limit, limit)))
     torch.testing.assert_close(pull, pull_at_limit)
     assert pull > 0, "without it the scale would stay at the limit for ever"
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda rows, labels: creg_loss(rows, labels, temperature=0), "temperature must be a finite number above 0"),
-        (lambda rows, labels: sce_loss(rows, labels, target="instance", exclude_self=True), "its only entry"),
-        (
-            lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"),
-            "reduction 'none' is not available; choose one of mean",
-        ),
-        (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
-        (
-            lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
-            "chunks of at most 256 tokens, got 280",
-        ),
-    ],
-)
+BAD_OPTIONS = [
+    (lambda rows, labels: creg_loss(rows, labels, temperature=0), "temperature must be a finite number above 0"),
+    (lambda rows, labels: sce_loss(rows, labels, target="instance", exclude_self=True), "its only entry"),
+    (
+        lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"),
+        "reduction 'none' is not available; choose one of mean",
+    ),
+    (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
+    (
+        lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
+        "chunks of at most 256 tokens, got 280",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), BAD_OPTIONS)
 def test_bad_options_are_refused(call: Callable[..., Tensor], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         call(*tokens()[:2])
@@ -273,15 +243,12 @@ def test_bad_options_are_refused(call: Callable[..., Tensor], sentence: str) -> 
 
 def test_a_learned_scale_starts_at_the_temperature() -> None:
     def start(**settings: float) -> dict[str, dict[str, float]]:
-        return learnable.wanted(
-            SimRegConfig(lambda_=1, objective="cpretrain", objective_options="scale=learned", **settings)
-        )
+        learned = {"objective": "cpretrain", "objective_options": "scale=learned"}
+        return learnable.wanted(SimRegConfig(lambda_=1, **learned, **settings))
 
     assert start()["cpretrain"]["log_scale"] == pytest.approx(math.log(10.0))
     assert start(temperature=0.02)["cpretrain"]["log_scale"] == pytest.approx(math.log(50.0))
-    with pytest.raises(
-        ValueError, match=r"starts at 1 / temperature and grows up to 100: give a temperature above 0\.01"
-    ):
+    with pytest.raises(ValueError, match=r"1 / temperature and grows up to 100: give a temperature above 0\.01"):
         start(temperature=0.01)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus that needs no download: what it reads, and one build for many processes."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from functools import partial
@@ -55,9 +53,7 @@ def test_the_sides_hold_whole_documents_that_the_tokenizer_made(corpus: BuiltinC
     assert check_data([*flags, ("--tokenizer-type", "SentencePieceTokenizer")]) == []
 
 
-def test_only_a_damaged_corpus_is_built_again(
-    corpus: BuiltinCorpus, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_damaged_corpus_is_built_again(corpus: BuiltinCorpus, library: Path, tmp_path, monkeypatch) -> None:
     info = tmp_path / "path" / "other-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Name: other\nVersion: 1.0\n")

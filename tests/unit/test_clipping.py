@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaGC is refused by name if it could not know the gradients; a checkpoint's state is restored by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +19,10 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 STEPPED = SimpleNamespace(step_with_ready_grads=None, get_grad_norm=None)
 
 
-@pytest.mark.parametrize(
-    "flag", ["use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"]
-)
+HIDE = ["use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"]
+
+
+@pytest.mark.parametrize("flag", HIDE)
 def test_hidden_gradients_are_refused(flag: str) -> None:
     with pytest.raises(NotImplementedError, match=f"--{flag.replace('_', '-')} keeps the gradients: drop one of them"):
         gradients.refuse_hidden(STEPPED, SimpleNamespace(**{flag: True}))
@@ -121,14 +120,14 @@ def test_averages_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 LAYERS = ["decoder.layers.1.mlp.weight", "decoder.layers.1.attention.weight"]
 
 
-@pytest.mark.parametrize(
-    ("names", "settings", "sentence"),
-    [
-        (LAYERS, {"variant": "global"}, "averages are of variant clipped, not global, so the warm-up starts now"),
-        # A GPT's second layer is another one in a hybrid model, under the same number.
-        (["decoder.layers.2.mlp.weight", LAYERS[1]], {}, "built otherwise, so its averages may be of other parameters"),
-    ],
-)
+OTHERS = [
+    (LAYERS, {"variant": "global"}, "averages are of variant clipped, not global, so the warm-up starts now"),
+    # A GPT's second layer is another one in a hybrid model, under the same number.
+    (["decoder.layers.2.mlp.weight", LAYERS[1]], {}, "built otherwise, so its averages may be of other parameters"),
+]
+
+
+@pytest.mark.parametrize(("names", "settings", "sentence"), OTHERS)
 def test_averages_of_other_parameters_start_over(names: list[str], settings: dict, sentence: str, capsys) -> None:
     before, after = attached(LAYERS), attached(names, **settings)
     before._adagc.gammas, before._adagc.steps = torch.tensor([1.0, 2.0]), 7

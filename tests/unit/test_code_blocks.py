@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of code of the pages: Python runs, commands and their flags exist, and shown output is what is printed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -24,10 +23,7 @@ from tests.megatron import runs
 LANGUAGES = {"bash", "console", "python", "text", "toml", "yaml"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 NOT_RUN = {
-    (
-        "docs/existing-pipeline.md",
-        "from megatron.bridge",
-    ): "needs Megatron-Bridge, which make test-te has; tests/megatron runs the callback's protocol",
+    ("docs/existing-pipeline.md", "from megatron.bridge"): "needs Megatron-Bridge; bridge_script.py has its protocol",
     ("docs/existing-pipeline.md", "from examples.heatmap"): "needs files of the probe; the demo draws its own this way",
     ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it with stand-ins for ms-swift",
     ("docs/ecosystem.md", "# my_configs.py"): "needs torchtitan; test_titan.py trains with such a config",
@@ -147,13 +143,8 @@ def commands_in_words(page: Path) -> Iterator[tuple[int, str]]:
 @pytest.mark.megatron
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands_in_words(page))], ids=name_of)
 def test_commands_and_flags_between_words_exist(page: Path, megatron: frozenset[str]) -> None:
-    found = [
-        f"{line}: {said}"
-        for line, text in commands_in_words(page)
-        for words in commands(text)
-        for said in complaints(words, megatron)
-    ]
-    assert found == []
+    given = [(line, words) for line, text in commands_in_words(page) for words in commands(text)]
+    assert [f"{line}: {said}" for line, words in given for said in complaints(words, megatron)] == []
 
 
 # ---- output --------------------------------------------------------------------------------------------------------
@@ -168,27 +159,17 @@ def sessions(block: Block) -> Iterator[tuple[str, str]]:
 
 def is_shown(shown: str, printed: str) -> bool:
     """Return whether the page's lines are the printed ones, a line of ... standing for any number of them."""
-    rest, lines = [line.rstrip() for line in printed.strip("\n").splitlines()], shown.rstrip("\n").splitlines()
-    pieces = "\n".join(lines).split("\n...\n") if "..." in lines else ["\n".join(lines)]
-    text, place = "\n".join(rest), 0
-    if len(pieces) == 1:
-        return text == pieces[0]
-    for piece in pieces:
-        found = text.find(piece, place)
-        if found < 0:
-            return False
-        place = found + len(piece)
-    return True
+    text = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
+    parts = shown.rstrip("\n").split("\n...\n")
+    return bool(re.fullmatch("\n(?:.*\n)?".join(map(re.escape, parts)), text, re.DOTALL))
 
 
 CONSOLES = [(block, command, shown) for block in of("console") for command, shown in sessions(block)]
+NAMES = [f"{at(block)} {command}" for block, command, _ in CONSOLES]
+SHOWN = quick_rows(CONSOLES, lambda row: not row[1].startswith("bash launch/"))  # those import Megatron
 
 
-@pytest.mark.parametrize(
-    ("block", "command", "shown"),
-    quick_rows(CONSOLES, lambda row: not row[1].startswith("bash launch/")),  # those import Megatron
-    ids=[f"{at(b)} {c}" for b, c, _ in CONSOLES],
-)
+@pytest.mark.parametrize(("block", "command", "shown"), SHOWN, ids=NAMES)
 def test_output_is_what_the_command_prints(block: Block, command: str, shown: str) -> None:
     environment = {name: value for name, value in ALONE.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"

@@ -42,34 +42,37 @@ WITH_A_LAMBDA = [
     ({"objective": "placebo", "objective_options": "labels=none,seed=3"}, "seed has no effect with labels=none"),
     ({"objective": "placebo", "objective_options": "labels=none", "self_positive": "never"}, "never has no effect"),
     ({"objective": "mic", "objective_options": "balance=0,uniformity=0,pool=token"}, "pool has no effect while"),
+    ({"objective": "sigmoid", "objective_options": "adapter=yes"}, "modality, so it needs pairs=hidden-head"),
+    ({"objective": "sigmoid", "objective_options": "pairs=hidden-head,self_positive=always"}, "positive has no effect"),
+    ({"objective": "sigmoid", "objective_options": "pair_reduction=max"}, "must be one of anchor, pair, balanced"),
     ({"objective": "sigreg", "objective_options": "seed=1,seed=2"}, "seed is given 2 times: leave one of them"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"lambda_": 1, "every": 2.5}, "SimReg every must be a whole number, not 2.5"),
-        ({"lambda_": 1, "start_iter": -1}, "SimReg start iter must be 0 or more, not -1"),
-        ({"objective": "none", "start_iter": 5}, "SimReg start iter has no effect while lambda is 0"),
-        ({"log_interval": "5"}, "SimReg log interval must be a whole number, not '5'"),
-        ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),
-        ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
-        ({"objective": 3}, "SimReg objective must be a word, not 3"),
-        ({"lambda_": True}, "of 0 or more, or auto, not True"),
-        ({"lambda_": 1, "layers": ()}, "SimReg layers must name at least one state"),
-        ({"objective": "creg", "lambda_": 1, "objective_options": ("form",)}, "a mapping, pairs, or text .*'form'"),
-        ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
-        ({"objective": "simreg:1,sigmoid:1", "objective_options": "sigmoid.trains=t", "every": 2}, "leaves scalars"),
-        ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),
-        (
-            {"lambda_": 1, "chunk_size": 0, "chunk_weight": "uniform"},
-            "SimReg chunk weight uniform has no effect with chunk size 0, .* give a chunk size, or drop the weight",
-        ),
-        *OF_SEVERAL_OBJECTIVES,
-        *(({"lambda_": 1, **settings}, sentence) for settings, sentence in WITH_A_LAMBDA),
-    ],
-)
+IMPOSSIBLE = [
+    ({"lambda_": 1, "every": 2.5}, "SimReg every must be a whole number, not 2.5"),
+    ({"lambda_": 1, "start_iter": -1}, "SimReg start iter must be 0 or more, not -1"),
+    ({"objective": "none", "start_iter": 5}, "SimReg start iter has no effect while lambda is 0"),
+    ({"log_interval": "5"}, "SimReg log interval must be a whole number, not '5'"),
+    ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),
+    ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
+    ({"objective": 3}, "SimReg objective must be a word, not 3"),
+    ({"lambda_": True}, "of 0 or more, or auto, not True"),
+    ({"lambda_": 1, "layers": ()}, "SimReg layers must name at least one state"),
+    ({"objective": "creg", "lambda_": 1, "objective_options": ("form",)}, "a mapping, pairs, or text .*'form'"),
+    ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
+    ({"objective": "simreg:1,sigmoid:1", "objective_options": "sigmoid.trains=t", "every": 2}, "leaves scalars"),
+    ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),
+    (
+        {"lambda_": 1, "chunk_size": 0, "chunk_weight": "uniform"},
+        "SimReg chunk weight uniform has no effect with chunk size 0, .* give a chunk size, or drop the weight",
+    ),
+    *OF_SEVERAL_OBJECTIVES,
+    *(({"lambda_": 1, **settings}, sentence) for settings, sentence in WITH_A_LAMBDA),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), IMPOSSIBLE)
 def test_impossible_settings_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
         SimRegConfig(**settings)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Dockerfile and launch/simreg.def: what they copy is there and enough, and what they install is setup.py's."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

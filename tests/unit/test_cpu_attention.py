@@ -45,9 +45,8 @@ class Inputs(NamedTuple):
 def inputs(batch: int = BATCH) -> Inputs:
     generator = torch.Generator().manual_seed(5)
     shapes = [(HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, WIDTH), (HEADS * WIDTH,)]
-    return Inputs(
-        *(torch.randn(TOKENS, batch, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
-    ).of_rows(slice(None))
+    parts = (torch.randn(TOKENS, batch, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return Inputs(*parts).of_rows(slice(None))
 
 
 def same_document(documents: Sequence[int] = DOCUMENTS) -> Tensor:
@@ -76,7 +75,6 @@ def rows_of(rank: int, ranks: int) -> Tensor:
 
 
 def local_attention(ranks: int) -> Any:
-    """Megatron's DotProductAttention over `ranks` context ranks."""
     config = megatron_config(ranks, params_dtype=torch.float64)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -85,7 +83,6 @@ def local_attention(ranks: int) -> Any:
 
 
 def local_model() -> Any:
-    """A GPT of two local layers with rotary embeddings."""
     config = megatron_config(1, normalization="RMSNorm", persist_layer_norm=False)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -113,8 +110,8 @@ def largest_differences(got: Sequence[Tensor], expected: Sequence[Tensor]) -> li
     return [(left - right).abs().max().item() for left, right in zip(got, expected, strict=True)]
 
 
-def split_attention(rank: int, ranks: int, masked: bool) -> list[float]:
-    """How far output and gradients of this rank's rows are from the oracle's."""
+def check_split(rank: int, ranks: int, masked: bool) -> None:
+    """Compare output and gradients of this rank's rows with the oracle's."""
     attention = local_attention(ranks)
     whole, rows = inputs(), rows_of(rank, ranks)
     allowed = same_document() if masked else None
@@ -122,16 +119,13 @@ def split_attention(rank: int, ranks: int, masked: bool) -> list[float]:
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     mask = ~(causal & allowed)[rows].expand(BATCH, 1, -1, -1) if allowed is not None else None  # as the data set's
     own = whole.of_rows(rows)
-    return largest_differences(with_gradients(attention(*own[:3], mask), own), expected)
+    assert max(largest_differences(with_gradients(attention(*own[:3], mask), own), expected)) < TOLERANCE
 
 
-def check_split(rank: int, ranks: int, masked: bool) -> None:
-    assert max(split_attention(rank, ranks, masked)) < TOLERANCE
+CASES = quick_rows(product((1, 2, 3), (False, True)), lambda case: case in ((2, False), (3, True)))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "masked"), quick_rows(product((1, 2, 3), (False, True)), lambda case: case in ((2, False), (3, True)))
-)
+@pytest.mark.parametrize(("ranks", "masked"), CASES)
 def test_split_over_context_ranks(ranks: int, masked: bool, tmp_path: Path) -> None:
     run_processes(check_split, ranks, tmp_path, ranks, masked)
 
@@ -140,10 +134,8 @@ def packed(documents: Sequence[int] = DOCUMENTS, padded: Sequence[int] | None = 
     """Megatron's parameters of packed documents of these lengths; `padded` are their lengths with padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ends, padded_ends = (
-        None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        for lengths in (documents, padded)
-    )
+    ends = torch.tensor([0, *documents]).cumsum(0).int()
+    padded_ends = None if padded is None else torch.tensor([0, *padded]).cumsum(0).int()
     longest = max(padded or documents)
     return PackedSeqParams("thd", ends, ends, padded_ends, padded_ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU backend is on only when asked for, before Megatron, where no GPU is; its process ends well."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -19,27 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return jobs.run(
-        [sys.executable, *(("-c", code) if code else ()), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "SIMREG_CPU": "", **env},
-    )
+    return jobs.run([sys.executable, "-c", code, *arguments], cwd=ROOT, env={**os.environ, "SIMREG_CPU": "", **env})
 
 
-@pytest.mark.parametrize(
-    ("argv", "variable", "mode"),
-    [
-        ([], None, None),
-        ([], "0", None),
-        ([], "1", "on"),
-        ([], "force", "force"),
-        (["--simreg-cpu"], None, "on"),
-        (["--simreg-cpu=force"], "1", "force"),
-    ],
-)
-def test_the_flag_and_the_variable_ask_for_it(
-    argv: list[str], variable: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+ASKED = [
+    ([], None, None),
+    ([], "0", None),
+    ([], "1", "on"),
+    ([], "force", "force"),
+    (["--simreg-cpu"], None, "on"),
+    (["--simreg-cpu=force"], "1", "force"),
+]
+
+
+@pytest.mark.parametrize(("argv", "variable", "mode"), ASKED)
+def test_the_flag_and_the_variable_ask_for_it(argv: list[str], variable, mode: str | None, monkeypatch) -> None:
     monkeypatch.delenv("SIMREG_CPU", raising=False)
     if variable is not None:
         monkeypatch.setenv("SIMREG_CPU", variable)
@@ -104,9 +96,7 @@ adaptations._build_for_this_python(lambda: sys.exit(1))
 
 @pytest.mark.megatron
 def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
-    """Tensors of CUDA lie on the CPU, also with a Transformer Engine that cannot be imported; tensor ranks draw
-    weights of their own, and one rank what it always has; helpers are built by this Python, or a sentence says why not.
-    """
+    """Tensors of CUDA lie on the CPU, also with a broken Transformer Engine; ranks draw weights of their own."""
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol: cublasLt')")
     done = python(IN_MEGATRON, PYTHONPATH=python_path(tmp_path, ROOT), PATH="/usr/bin:/bin")
@@ -116,17 +106,15 @@ def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
     assert "error: Megatron could not build its dataset helpers" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["SCRIPT", "--simreg-lambda", "10"], "error: no GPU is here, and Megatron needs one: add --simreg-cpu"),
-        (["nowhere.py"], "error: there is no script nowhere.py"),
-        (["--plain"], "error: --plain needs a script"),
-    ],
-)
-def test_starts_that_are_refused(
-    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+REFUSED = [
+    (["SCRIPT", "--simreg-lambda", "10"], "error: no GPU is here, and Megatron needs one: add --simreg-cpu"),
+    (["nowhere.py"], "error: there is no script nowhere.py"),
+    (["--plain"], "error: --plain needs a script"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED)
+def test_starts_that_are_refused(words: list[str], sentence: str, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "script.py").write_text("raise AssertionError('the script must not start')")
     monkeypatch.delenv("SIMREG_CPU", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -145,8 +133,7 @@ import torch
 import torch.distributed as dist
 from simreg_megatron.cpu import gloo_threads
 
-if sys.argv[2] == "settle":
-    atexit.register(gloo_threads.settle)
+atexit.register(gloo_threads.settle)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 held = dist.new_group([0])  # as Megatron's globals hold its groups to the end
 sys.setswitchinterval(1000)
@@ -165,13 +152,6 @@ print("all work done", flush=True)
 """
 
 
-def _run(tmp_path: Path, mode: str) -> subprocess.CompletedProcess[str]:
-    tmp_path.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "store"), mode]
-    return jobs.run(command, cwd=ROOT)
-
-
 def test_a_run_that_did_its_work_ends_well(tmp_path: Path) -> None:
-    done = _run(tmp_path, "settle")
-    assert done.returncode == 0, done.stderr
-    assert "all work done" in done.stdout
+    done = jobs.run([sys.executable, "-c", _SCRIPT, str(tmp_path / "store")], cwd=ROOT)
+    assert done.returncode == 0 and "all work done" in done.stdout, done.stderr

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """launch/demo.py and launch/jobs.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -54,14 +52,14 @@ def test_simreg_flags_are_passed_on() -> None:
     assert measured[-4:] == ["--simreg-objective", "none", "--simreg-lambda", "0"] and "0.1" in measured
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--tau 1", "--tau is no flag of the demo: did you mean --simreg-temperature?"),
-        ("--steps 1", "--steps 1 is too few"),
-        ("--simreg-tau 1", "there is no flag --simreg-tau: did you mean --simreg-temperature?"),
-    ],
-)
+WRONG_WORDS = [
+    ("--tau 1", "--tau is no flag of the demo: did you mean --simreg-temperature?"),
+    ("--steps 1", "--steps 1 is too few"),
+    ("--simreg-tau 1", "there is no flag --simreg-tau: did you mean --simreg-temperature?"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG_WORDS)
 def test_wrong_words_are_refused(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         demo.read_settings(words.split())
@@ -78,17 +76,8 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_the_real_demo(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "launch/demo.py",
-        "--steps",
-        "8",
-        "--output",
-        str(tmp_path / "demo"),
-        "--simreg-lambda",
-        "2",
-    ]
-    done = jobs_of_tests.run(command, cwd=ROOT, timeout=3000)
+    words = ["--steps", "8", "--output", str(tmp_path / "demo"), "--simreg-lambda", "2"]
+    done = jobs_of_tests.run([sys.executable, "launch/demo.py", *words], cwd=ROOT, timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert result["runs"]["simreg"]["validation_loss"] > 0
@@ -103,13 +92,10 @@ def test_the_real_demo(tmp_path: Path) -> None:
 @pytest.mark.megatron
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "launch/demo.py", "--steps", "400", "--output", str(tmp_path / "demo")]
-    with jobs_of_tests.started(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with jobs_of_tests.started(command, cwd=ROOT, **piped) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if "step" in line and "lm loss" in line:
-                break
+        next(line for line in process.stdout if "step" in line and "lm loss" in line)
         process.send_signal(signal.SIGINT)
         said = process.stdout.read()
         assert process.wait(60) == 130 and "Stopped" in said

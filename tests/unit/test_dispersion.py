@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dispersion loss against its formula in loops, angles of 0 and 180 degrees, and the draw of tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -27,7 +25,6 @@ def in_loops(rows: Tensor, temperature: float, *, diagonal: bool = False, scale:
 
 
 def sample(num_sequences: int = 3, num_tokens: int = 9) -> tuple[Tensor, Tensor]:
-    """Embeddings that lean one way, and a mask."""
     rows, labels = random_tokens((num_sequences, num_tokens, 5), num_labels=5)
     return (rows + 0.5).requires_grad_(), labels > 0
 

@@ -12,8 +12,6 @@ and the loss. The files that docs/ecosystem.md gives to ms-swift and slime are r
 Shapes: T tokens of a packed row, V words, D features.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -38,16 +36,13 @@ UNLABELLED = "trains without labels, so its loss is computed elsewhere"
 BYPASSED = "ended a training forward pass without calling the function that SimReg wraps.*_postprocess, but"
 Gradients = dict[str, Tensor]
 
-CONTRACTS: dict[str, int] = {}
-"""What is checked, and on how many ranks."""
+CONTRACTS: list[str] = []
+ON_TWO_RANKS = ("slime_gathers_what_sequence_parallelism_splits",)
 
 
-def contract(ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def entered(check: Callable[[], None]) -> Callable[[], None]:
-        CONTRACTS[check.__name__] = ranks
-        return check
-
-    return entered
+def contract(check: Callable[[], None]) -> Callable[[], None]:
+    CONTRACTS.append(check.__name__)
+    return check
 
 
 # ---- what all of them have in common -------------------------------------------------------------------------------
@@ -216,7 +211,7 @@ def swift_batch() -> dict[str, Any]:
     return {"input_ids": tokens, "position_ids": None, "labels": labels, "packed_seq_params": packed}
 
 
-@contract(ranks=1)
+@contract
 def swift_trains_with_simreg() -> None:
     model = build(model_class := bridge_model())
     _, labels, _ = row()
@@ -231,7 +226,7 @@ def swift_trains_with_simreg() -> None:
         assert "simreg positive cosine" in logs
 
 
-@contract(ranks=1)
+@contract
 def swift_with_install_alone_is_an_error() -> None:
     install(config=CONFIG)
     model = build(bridge_model())
@@ -243,7 +238,7 @@ def swift_with_install_alone_is_an_error() -> None:
     model.eval()(**swift_batch())
 
 
-@contract(ranks=1)
+@contract
 def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
     from megatron.core.models.gpt import GPTModel
 
@@ -273,7 +268,7 @@ def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
     assert all(torch.allclose(after[name], wanted.without[name], rtol=1e-5, atol=1e-6) for name in after)
 
 
-@contract(ranks=1)
+@contract
 def a_class_of_its_own_that_is_wrapped_is_known() -> None:
     """A class of its own, not a subclass of GPTModel: a wrapper of it can log and check, too."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -314,7 +309,7 @@ def a_class_of_its_own_that_is_wrapped_is_known() -> None:
         check(model, lambda: step() and float("nan"))
 
 
-@contract(ranks=1)
+@contract
 def swift_without_labels_is_refused() -> None:
     model = build(model_class := bridge_model())
     trainer = SwiftTrainer(model, swift_file(model_class))
@@ -382,17 +377,14 @@ def slime_step(model: Any, hook: Callable | None, loss_function: Callable) -> tu
 def slime_labels() -> Tensor:
     """[1, T]: a token's label where it is of a response and not masked, else -100."""
     labels, end = torch.full((1, TOTAL), -100), 0
-    for tokens, total, response, mask in zip(
-        slime_batch()["unconcat_tokens"], LENGTHS, RESPONSES, slime_batch()["loss_masks"], strict=True
-    ):
+    for total, response, mask in zip(LENGTHS, RESPONSES, slime_batch()["loss_masks"], strict=True):
         end += total
-        for place in range(response):
-            if mask[place]:
-                labels[0, end - response + place - 1] = tokens[total - response + place]
+        own = row()[0][0, end - response : end]
+        labels[0, end - response - 1 : end - 1] = own.masked_fill(mask == 0, -100)
     return labels
 
 
-@contract(ranks=1)
+@contract
 def slime_trains_with_simreg() -> None:
     model, names = build(), slime_file()
     wanted = sought(model, slime_labels())
@@ -408,7 +400,7 @@ def slime_trains_with_simreg() -> None:
     assert names["states"] == []
 
 
-@contract(ranks=1)
+@contract
 def slime_forgotten_flags_are_errors() -> None:
     model, names = build(), slime_file()
     with pytest.raises(RuntimeError, match="found no hidden states: set --custom-megatron-before-train-step-hook-path"):
@@ -420,7 +412,7 @@ def slime_forgotten_flags_are_errors() -> None:
         names["catch_states"](slime_args(context_parallel_size=2), 0, 0, [model], None, None)
 
 
-@contract(ranks=2)
+@contract
 def slime_gathers_what_sequence_parallelism_splits() -> None:
     """Two tensor ranks hold half of the states each; the gradient of each half is that of the whole."""
     names, rank = slime_file(), torch.distributed.get_rank()
@@ -441,12 +433,7 @@ def slime_gathers_what_sequence_parallelism_splits() -> None:
 # ---- verl ----------------------------------------------------------------------------------------------------------
 
 
-def verl_forward(model: Any, **others: Any) -> Any:
-    """verl/models/mcore/model_forward.py, `gptmodel_forward_model_engine`: the logits leave the model."""
-    return model(input_ids=row()[0], attention_mask=causal(), position_ids=None, **others)
-
-
-@contract(ranks=1)
+@contract
 def verl_fused_forward_of_its_own_is_an_error() -> None:
     """model_forward_fused.py before: `forward` of the object is replaced, and `_postprocess` is not called."""
     install(config=CONFIG)
@@ -458,7 +445,7 @@ def verl_fused_forward_of_its_own_is_an_error() -> None:
 
     model.forward = fused_forward.__get__(model)
     with pytest.raises(NotImplementedError, match=f"{BYPASSED} has a forward of its own"):
-        verl_forward(model, labels=row()[1], temperature=1.0)
+        model(input_ids=row()[0], attention_mask=causal(), position_ids=None, labels=row()[1], temperature=1.0)
 
 
 # ---- the contract that a loop is checked against ------------------------------------------------------------------
@@ -478,7 +465,7 @@ def refusal(model: Any, forward_backward: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-@contract(ranks=1)
+@contract
 def a_sound_loop_keeps_the_contract() -> None:
     from simreg_megatron.contract import check
 
@@ -491,7 +478,7 @@ def a_sound_loop_keeps_the_contract() -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-@contract(ranks=1)
+@contract
 def a_lambda_that_changes_is_checked_where_it_is_whole() -> None:
     from simreg_megatron.contract import check
 
@@ -507,7 +494,7 @@ def a_lambda_that_changes_is_checked_where_it_is_whole() -> None:
         labelled_step(model)  # the step that was looked at has counted none for a loop that counts none itself
 
 
-@contract(ranks=1)
+@contract
 def broken_loops_are_told_apart() -> None:
     model, batches = build(), iter(range(9))
     install(config=CONFIG)
@@ -585,12 +572,12 @@ def train_with_liger(*, installs_first: bool) -> None:
     assert used.count("norm") == 5 * used.count("cross-entropy") == 5 * 3, "two layers and the last norm, in 3 passes"
 
 
-@contract(ranks=1)
+@contract
 def liger_before_simreg() -> None:
     train_with_liger(installs_first=False)
 
 
-@contract(ranks=1)
+@contract
 def liger_after_simreg() -> None:
     train_with_liger(installs_first=True)
 
@@ -642,7 +629,7 @@ def run(check: str) -> None:
 def test_contract(check: str, tmp_path: Path) -> None:
     if check.startswith("liger"):
         pytest.importorskip("liger_kernel.megatron", reason="Liger's adapter for Megatron is not installed")
-    log, ranks = tmp_path / "log", CONTRACTS[check]
+    log, ranks = tmp_path / "log", 2 if check in ON_TWO_RANKS else 1
     status = forks.run_ranks(run, check, processes=ranks, log=log, timeout=runs.TIMEOUT)
     said = log.read_text()
     assert status == 0 and said.count(f"{check}: as expected") == ranks, said[-3000:]
@@ -650,16 +637,12 @@ def test_contract(check: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def names() -> dict[str, Any]:
-    """Run the page's code up to the training, and return its names."""
     pytest.importorskip("transformers")
-    (block,) = [
-        block
-        for block in blocks(ROOT / "docs/ecosystem.md")
-        if block.language == "python" and "TrainingArguments" in block.text
-    ]
-    found: dict[str, Any] = {}
-    exec(block.text.split("text = ")[0], found)
-    return found
+    found = (block for block in blocks(ROOT / "docs/ecosystem.md") if "TrainingArguments" in block.text)
+    (block,) = (block for block in found if block.language == "python")
+    names: dict[str, Any] = {}
+    exec(block.text.split("text = ")[0], names)
+    return names
 
 
 def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:

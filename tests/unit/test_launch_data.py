@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a run's text before launch (its prefixes and blends: test_wrong_inputs.py), and the label histogram."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -60,20 +58,18 @@ def test_a_set_with_its_tokenizer_is_taken(place: Path, plan) -> None:
         assert "no manifest" not in said and f"with a vocabulary of {vocabulary}" in said
 
 
-@pytest.mark.parametrize(
-    ("made", "words", "sentence"),
-    [
-        ("set", ("--tokenizer", "second.model"), r"made with another tokenizer \(first.model\) than .*second.model"),
-        ("set", ("--tokenizer", "face"), "made with another tokenizer"),
-        ("face-set", ("--tokenizer", "other-face"), r"made with another tokenizer \(face\) than .*other-face"),
-        ("set", ("--tokenizer", "first.model", "--vocab-size", "300"), "350 token ids and --vocab-size 300 has room"),
-        ("set", ("--tokenizer", "first.model", "--seq-length", "90000"), "one sample takes 90001"),
-    ],
-)
+MISFITS = [
+    ("set", ("--tokenizer", "second.model"), r"made with another tokenizer \(first.model\) than .*second.model"),
+    ("set", ("--tokenizer", "face"), "made with another tokenizer"),
+    ("face-set", ("--tokenizer", "other-face"), r"made with another tokenizer \(face\) than .*other-face"),
+    ("set", ("--tokenizer", "first.model", "--vocab-size", "300"), "350 token ids and --vocab-size 300 has room"),
+    ("set", ("--tokenizer", "first.model", "--seq-length", "90000"), "one sample takes 90001"),
+]
+
+
+@pytest.mark.parametrize(("made", "words", "sentence"), MISFITS)
 @pytest.mark.parametrize("flag", ["--data", "--data-path"])
-def test_what_does_not_fit_is_refused(
-    place: Path, plan, flag: str, made: str, words: tuple[str, ...], sentence: str
-) -> None:
+def test_what_does_not_fit_is_refused(place: Path, plan, flag: str, made: str, words, sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence):
         plan(flag, place / made / "train", words[0], place / words[1], *words[2:])
 
@@ -84,12 +80,8 @@ def test_damaged_and_exchanged_files_are_refused(place: Path, tmp_path: Path) ->
     write_pair(Path(prefix), TEXTS[:200], place / "first.model")
     with pytest.raises(LaunchError, match=r"train\.bin has \d+ bytes and .*manifest\.json says \d+"):
         data.check_data([("--data-path", prefix)])
-    for foreign in (
-        "[" * 20_000,
-        "[]",
-        '{"files": []}',
-        '{"files": {"train.bin": {"bytes": 1}}, "vocab_size": "many"}',
-    ):
+    half_right = '{"files": {"train.bin": {"bytes": 1}}, "vocab_size": "many"}'
+    for foreign in ("[" * 20_000, "[]", '{"files": []}', half_right):
         (tmp_path / "set" / "manifest.json").write_text(foreign)
         assert "no manifest.json" in data.check_data([("--data-path", prefix)])[0]
     assert data.tokens_there([("--data-path", prefix)]) == len(read_tokens(prefix))

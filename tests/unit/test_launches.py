@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimReg's launches on a GPU do not grow unseen; attention and overhead of the benchmarks' steps."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,9 +47,8 @@ def test_the_fastest_form_costs_no_more_than_we_allow() -> None:
 def test_attention_by_torchs_kernels_is_causal_attention(groups: int) -> None:
     """[S, B, heads, D] as Megatron passes them, with fewer heads of keys than of queries, too."""
     generator = torch.Generator().manual_seed(3)
-    query, key, value = (
-        torch.randn(7, 2, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, groups, groups)
-    )
+    shapes = ((7, 2, heads, 8) for heads in (4, groups, groups))
+    query, key, value = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
     scale = 0.3
     scores = torch.einsum("sbhd,tbhd->bhst", query, key.repeat_interleave(4 // groups, 2)) * scale
     scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf).softmax(-1)

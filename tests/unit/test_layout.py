@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions of tokens and exchanges, by plain arithmetic: every token once, every plan with its counterpart."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 
 from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan
+from simreg_megatron.sharded.documents import EndTokens, PackedLengths
 from tests.distributed.test_packed import thd_get_partitioned_indices
 
 SIZES = [(c, t, split) for c, t, split in itertools.product((1, 2, 4), (1, 2, 3, 4), (True, False))]
@@ -85,6 +84,19 @@ def test_documents_are_cut_as_transformer_engine_cuts_them(size: int, rank: int)
 def test_documents_that_cannot_be_cut_are_refused(borders: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"4 equal blocks, so cu_seqlens .* 0 to 96 in multiples of 4, and are \["):
         ShardLayout(96, 2, borders=borders)
+
+
+def test_documents_from_packing_lengths() -> None:
+    borders = torch.tensor([0, 5, 6, 20], dtype=torch.int32)
+    numbers = PackedLengths(borders).of(torch.zeros(1, 10, dtype=torch.long), (3, 13))
+    assert numbers.tolist() == [[1, 1, 2, 3, 3, 3, 3, 3, 3, 3]]
+
+
+def test_documents_from_end_tokens_agree_with_megatrons_position_ids() -> None:
+    """Megatron restarts positions behind each end token in the input; the labels are the inputs one later."""
+    inputs, end = [1, 2, 5, 3, 4, 6, 5, 5, 7, 8], 5
+    numbers = EndTokens(end).of(torch.tensor([[*inputs[1:], 9]]), (0, 10))[0]
+    assert numbers.tolist() == [inputs[:place].count(end) for place in range(10)]
 
 
 def test_more_ranks_than_tokens_are_refused() -> None:

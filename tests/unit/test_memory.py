@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """At most 256 MiB without the inputs and the gradient, up to 131,072 tokens: tensors are counted, not computed."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -19,19 +17,19 @@ MIB = 1 << 20
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("size", "device", "dtype"),
-    [
-        ((2, 2048, 4096, 1024), "cuda", torch.bfloat16),  # the default of a 7B model
-        pytest.param((1, 8192, 4096, 0), "cuda", torch.bfloat16, marks=slow),
-        pytest.param((1, 8192, 8192, 0), "cuda", torch.float32, marks=slow),
-        pytest.param((16, 2048, 1024, 1024), "cuda", torch.float16, marks=slow),
-        pytest.param((1, 131072, 4096, 1024), "cuda", torch.bfloat16, marks=slow),
-        pytest.param((1, 131072, 4096, 0), "cuda", torch.bfloat16, marks=slow),
-        pytest.param((1, 131072, 512, 1024), "cpu", torch.float32, marks=slow),
-        pytest.param((1, 32768, 512, 0), "cpu", torch.bfloat16, marks=slow),
-    ],
-)
+SIZES = [
+    ((2, 2048, 4096, 1024), "cuda", torch.bfloat16),  # the default of a 7B model
+    pytest.param((1, 8192, 4096, 0), "cuda", torch.bfloat16, marks=slow),
+    pytest.param((1, 8192, 8192, 0), "cuda", torch.float32, marks=slow),
+    pytest.param((16, 2048, 1024, 1024), "cuda", torch.float16, marks=slow),
+    pytest.param((1, 131072, 4096, 1024), "cuda", torch.bfloat16, marks=slow),
+    pytest.param((1, 131072, 4096, 0), "cuda", torch.bfloat16, marks=slow),
+    pytest.param((1, 131072, 512, 1024), "cpu", torch.float32, marks=slow),
+    pytest.param((1, 32768, 512, 0), "cpu", torch.bfloat16, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("size", "device", "dtype"), SIZES)
 def test_at_most_256_mib(size: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
     batch, length, width, chunk = size
     counted = predicted_bytes(batch, length, width, chunk_size=chunk, dtype=dtype, device=device)
@@ -48,9 +46,7 @@ def test_what_is_counted_is_what_a_cpu_takes(chunk: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2048, 1024), (2048, 1, 1024), (64, 32, 1024)], ids=str)
 @pytest.mark.parametrize("measure", ["norms", "cosines"])
-def test_a_log_step_takes_little_memory_next_to_the_states(
-    measure: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_step_takes_little_memory_next_to_the_states(measure: str, shape: tuple[int, ...], monkeypatch) -> None:
     """Copies in float32 and float64 of all hidden states of a micro-batch would be six times as large as they are."""
     monkeypatch.setitem(geometry.AT_ONCE, "cpu", MIB)
     monkeypatch.setitem(geometry._WORKSPACE, "cpu", MIB)
@@ -67,26 +63,22 @@ def test_a_log_step_takes_little_memory_next_to_the_states(
     assert torch.allclose(found, measured(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("size", "per_token"),
-    [
-        ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
-        ((2, 2048, 4096, 1024), 1024 * 2),
-        ((1, 8192, 4096, 0), 8192 * 2),
-        pytest.param((1, 131072, 512, 0), 8192 * 2, marks=slow),  # 8192 rows at a time
-    ],
-    ids=str,
-)
+TRITON_SIZES = [
+    ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
+    ((2, 2048, 4096, 1024), 1024 * 2),
+    ((1, 8192, 4096, 0), 8192 * 2),
+    pytest.param((1, 131072, 512, 0), 8192 * 2, marks=slow),  # 8192 rows at a time
+]
+
+
+@pytest.mark.parametrize(("size", "per_token"), TRITON_SIZES, ids=str)
 def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: int) -> None:
     triton = pytest.importorskip("simreg_megatron.kernels.triton", reason="Triton is not installed")
     batch, length, width, chunk = size
-    with (
-        mock.patch.object(triton, "run", lambda *given, **constants: None),
-        mock.patch.object(triton, "_gpu", lambda _: (132, 9)),
-    ):
-        counted = predicted_bytes(
-            batch, length, width, chunk_size=chunk, dtype=torch.bfloat16, device="cuda", impl="triton"
-        )
+    options = {"chunk_size": chunk, "dtype": torch.bfloat16, "device": "cuda", "impl": "triton"}
+    fakes = {"run": lambda *given, **constants: None, "_gpu": lambda _: (132, 9)}
+    with mock.patch.multiple(triton, **fakes):
+        counted = predicted_bytes(batch, length, width, **options)
     logits = batch * length * 32000 * (2 + 4)
     assert batch * length * per_token < counted < batch * length * (per_token + 512) + 80 * MIB
     assert counted < logits / 8

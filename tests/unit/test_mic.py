@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MIC against independently computed numbers (facts MI-1 to MI-4), limits, and invariances; SimReg on prefixes."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -27,7 +25,6 @@ def sequences(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def part(rows: Tensor, valid: Tensor | None = None, chunk_size: int = 0, **options: object) -> Tensor:
-    """One of the four parts alone."""
     return mic_loss(rows, options=replace(NOTHING, **options), valid=valid, chunk_size=chunk_size)
 
 
@@ -40,19 +37,17 @@ def check(found: Tensor, printed: str) -> None:
 both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 
 
+MI1_AND_MI2 = [
+    ("sequence", 2, ("0.0911610", "0.0498571", "0.00955318"), "0.954961"),
+    ("sequence", 4, ("0.122818", "0.0743761", "0.0188135"), "0.912836"),
+    ("batch", 2, ("0.145934", "0.0860563", "0.0183345"), "0.733292"),
+    ("batch", 4, ("0.130022", "0.0758878", "0.0184175"), "0.680400"),
+]
+
+
 @both_types
-@pytest.mark.parametrize(
-    ("norm_scope", "prefix", "correlations", "variance"),
-    [
-        ("sequence", 2, ("0.0911610", "0.0498571", "0.00955318"), "0.954961"),
-        ("sequence", 4, ("0.122818", "0.0743761", "0.0188135"), "0.912836"),
-        ("batch", 2, ("0.145934", "0.0860563", "0.0183345"), "0.733292"),
-        ("batch", 4, ("0.130022", "0.0758878", "0.0184175"), "0.680400"),
-    ],
-)
-def test_mi1_and_mi2(
-    norm_scope: str, prefix: int, correlations: tuple[str, ...], variance: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("norm_scope", "prefix", "correlations", "variance"), MI1_AND_MI2)
+def test_mi1_and_mi2(norm_scope: str, prefix: int, correlations, variance: str, dtype: torch.dtype) -> None:
     rows, valid = sequences(dtype)
     given = {"prefixes": (prefix,), "norm_scope": norm_scope}
     for threshold, printed in zip((0, 0.1, 0.3), correlations, strict=True):
@@ -61,24 +56,21 @@ def test_mi1_and_mi2(
     assert abs(part(rows, variance=1, **given) - float(variance)) > 1e-3, "the mask counts"
 
 
+MI3 = [
+    ("sequence", 2, 2, "0.420647", "-0.365470"),
+    ("sequence", 4, 2, "0.685764", "-0.687798"),
+    ("sequence", 6, 2, "0.811329", "-1.346741"),
+    ("token", 2, 2, "0.202265", "-0.825796"),
+    ("token", 4, 2, "0.214410", "-1.670437"),
+    ("token", 6, 2, "0.274093", "-2.074020"),
+    ("token", 6, 1, "0.274093", "-1.191266"),
+]
+
+
 @both_types
-@pytest.mark.parametrize(
-    ("pool", "prefix", "t", "balance", "uniformity"),
-    [
-        ("sequence", 2, 2, "0.420647", "-0.365470"),
-        ("sequence", 4, 2, "0.685764", "-0.687798"),
-        ("sequence", 6, 2, "0.811329", "-1.346741"),
-        ("token", 2, 2, "0.202265", "-0.825796"),
-        ("token", 4, 2, "0.214410", "-1.670437"),
-        ("token", 6, 2, "0.274093", "-2.074020"),
-        ("token", 6, 1, "0.274093", "-1.191266"),
-    ],
-)
+@pytest.mark.parametrize(("pool", "prefix", "t", "balance", "uniformity"), MI3)
 @pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
-def test_mi3(
-    pool: str, prefix: int, t: float, balance: str, uniformity: str, dtype: torch.dtype, slab: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_mi3(pool: str, prefix: int, t: float, balance: str, uniformity: str, dtype, slab: int, monkeypatch) -> None:
     monkeypatch.setattr(mic, "_SLAB", slab)
     rows, valid = sequences(dtype)
     rows = torch.cat([rows, rows[..., :1]], dim=-1)  # a prefix leaves something over
@@ -98,9 +90,7 @@ def test_sequences_that_are_all_alike() -> None:
 @pytest.mark.parametrize("t", [2.0, 20.0])
 @pytest.mark.parametrize("pool", ["sequence", "token"])
 @pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
-def test_no_pair_is_lost_in_the_rounding_of_a_row_with_itself(
-    t: float, pool: str, slab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_pair_is_lost_in_the_rounding_of_a_row_with_itself(t: float, pool: str, slab: int, monkeypatch) -> None:
     """float32 as float64, also where all pairs together are far below the 1 that a row with itself would add."""
     monkeypatch.setattr(mic, "_SLAB", slab)
     for seed in range(20):
@@ -132,9 +122,7 @@ def test_a_feature_that_never_changes_has_no_correlation() -> None:
 @pytest.mark.parametrize("norm_scope", mic.NORM_SCOPES)
 @pytest.mark.parametrize("slab", quick([16 << 20, 1], lambda slab: slab == 1), ids=["one slab", "row by row"])
 @pytest.mark.parametrize("fast", quick([True, False], bool), ids=["one direction", "all"])
-def test_gradient_is_the_derivative(
-    pool: str, norm_scope: str, slab: int, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_is_the_derivative(pool: str, norm_scope: str, slab: int, fast: bool, monkeypatch) -> None:
     monkeypatch.setattr(mic, "_SLAB", slab)
     rows, valid = sequences()
     options = MICOptions(prefixes=(2, 4), pool=pool, norm_scope=norm_scope)
@@ -151,10 +139,9 @@ def test_each_chunk_is_pooled_separately() -> None:
     rows, valid = sequences()
     means = torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3) for part in (slice(2), slice(2, 4))])
     given = {"prefixes": (3,), "uniformity": 1, "balance": 1}
-    torch.testing.assert_close(
-        part(rows, valid, chunk_size=2, pool="chunk", **given), part(means, pool="token", **given)
-    )
-    assert abs(part(rows, valid, pool="sequence", **given) - part(means, pool="token", **given)) > 1e-3
+    expected = part(means, pool="token", **given)
+    torch.testing.assert_close(part(rows, valid, chunk_size=2, pool="chunk", **given), expected)
+    assert abs(part(rows, valid, pool="sequence", **given) - expected) > 1e-3
 
 
 def test_a_mean_alone_makes_way_for_tokens() -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/simreg.ipynb: its cells run, without Jupyter, and show what its text says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

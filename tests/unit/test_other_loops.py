@@ -2,8 +2,6 @@
 """A training loop of another framework is refused what Megatron's own is: before its first step if it calls
 `begin_run`, else in the forward pass of the first micro-batch that shows it."""
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Iterator
@@ -23,8 +21,6 @@ from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.model import regularize
 from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import One
-
-WIDE = {"objective_options": "prefixes=4/16"}
 
 TOO_WIDE = "objective simreg cannot take 16 features of states of width 8: give prefixes of at most 8"
 
@@ -153,17 +149,15 @@ def test_another_loss_and_packing_that_cannot_be_followed_are_refused() -> None:
         model(hidden_states, labels, packed)
 
 
-@pytest.mark.parametrize(
-    ("settings", "of_model", "sentence"),
-    [
-        ({"layers": 1}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
-        ({"every": 2}, {"cuda_graph_impl": "full_iteration"}, "computes the same in each"),
-        ({"log_interval": 5}, {}, "log interval has no effect here"),  # the loop says itself when it logs
-    ],
-)
-def test_what_the_models_configuration_excludes_is_refused(
-    settings: dict, of_model: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+EXCLUDED = [
+    ({"layers": 1}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
+    ({"every": 2}, {"cuda_graph_impl": "full_iteration"}, "computes the same in each"),
+    ({"log_interval": 5}, {}, "log interval has no effect here"),  # the loop says itself when it logs
+]
+
+
+@pytest.mark.parametrize(("settings", "of_model", "sentence"), EXCLUDED)
+def test_what_the_models_configuration_excludes_is_refused(settings, of_model, sentence: str, monkeypatch) -> None:
     monkeypatch.setattr(plugin_loop, "refuse_models", lambda *_: None)  # asks for a real decoder
     installed(**settings)
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
@@ -194,10 +188,10 @@ def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -
     loop.begin_run(sharded())
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [({"layers": (1, "final")}, "of layer 1"), ({"placement": "pre-norm"}, "before the final norm")],
-)
+NOT_CAUGHT = [({"layers": (1, "final")}, "of layer 1"), ({"placement": "pre-norm"}, "before the final norm")]
+
+
+@pytest.mark.parametrize(("settings", "what"), NOT_CAUGHT)
 def test_states_that_were_not_caught_are_no_silent_loss(settings: dict, what: str) -> None:
     """A decoder that a loop calls piece by piece, or replays, passes no hook."""
     installed(**settings)
@@ -227,7 +221,7 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
 
 
 def test_prefixes_wider_than_the_states_are_refused() -> None:
-    installed(**WIDE)
+    installed(objective_options="prefixes=4/16")
     with pytest.raises(ValueError, match=TOO_WIDE):
         loop.begin_run(Model())
     with pytest.raises(ValueError, match=TOO_WIDE):

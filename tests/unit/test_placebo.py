@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control: the same labels, equally often in each chunk, on other tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,10 +14,8 @@ CHUNK = 5
 
 
 def moved(labels: torch.Tensor, usable: torch.Tensor, *, chunk_size: int = CHUNK, **changes: int) -> torch.Tensor:
-    longest = chunk_size or labels.shape[1]
-    return permuted_labels(
-        labels, usable, **{"chunk_size": chunk_size, "longest": longest, "seed": 0, "iteration": 3, **changes}
-    )
+    given = {"chunk_size": chunk_size, "longest": chunk_size or labels.shape[1], "seed": 0, "iteration": 3}
+    return permuted_labels(labels, usable, **given | changes)
 
 
 def distinct() -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,9 +63,8 @@ def test_it_is_simreg_with_these_labels_and_the_log_says_so() -> None:
 
     expected = hidden.detach().clone().requires_grad_()
     others = moved(labels, mask > 0, seed=2, iteration=7)
-    terms = simreg_loss(
-        expected.transpose(0, 1), others, temperature=0.1, valid=mask > 0, chunk_size=CHUNK, reduction="none"
-    )
+    options = {"temperature": 0.1, "valid": mask > 0, "chunk_size": CHUNK, "reduction": "none"}
+    terms = simreg_loss(expected.transpose(0, 1), others, **options)
     (3 * terms).sum().backward()
     torch.testing.assert_close(placebo, expected.grad, rtol=1e-12, atol=1e-14)
     assert means["placebo loss"].item() == pytest.approx((terms.sum() / mask.sum()).item(), rel=1e-6)

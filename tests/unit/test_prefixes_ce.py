@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy through the truncated output layer, in float64 against torch's own: values, gradients, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -101,9 +99,8 @@ def test_no_logits_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TruncatedHead, "logits", watched)
     made, kept = given(), []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor.shape) or tensor, lambda held: held
-    ):
+    keep = (lambda tensor: kept.append(tensor.shape) or tensor), (lambda held: held)
+    with torch.autograd.graph.saved_tensors_hooks(*keep):
         found = losses(made)
     assert (len(PREFIXES), TOKENS) in kept and (TOKENS, VOCABULARY) not in kept
     found.sum().backward()
@@ -178,10 +175,10 @@ def squared_normalizer(rows: Tensor, weight: Tensor, _bias: None, _labels: Tenso
     return (scale * rows @ weight.T).logsumexp(dim=-1).square()
 
 
-@pytest.mark.parametrize(
-    ("objective", "terms_of", "mup"),
-    [("prefixes-ce", oracle, False), ("prefixes-ce", oracle, True), ("z-loss", squared_normalizer, True)],
-)
+OBJECTIVES = [("prefixes-ce", oracle, False), ("prefixes-ce", oracle, True), ("z-loss", squared_normalizer, True)]
+
+
+@pytest.mark.parametrize(("objective", "terms_of", "mup"), OBJECTIVES)
 def test_it_joins_the_loss_like_any_other_objective(objective: str, terms_of: Callable[..., Tensor], mup: bool) -> None:
     options = "prefixes=2/5" if objective == "prefixes-ce" else ""
     config = SimRegConfig(lambda_=0.5, objective=objective, objective_options=options)
@@ -214,10 +211,8 @@ def test_what_megatron_holds_in_its_own_way_is_refused() -> None:
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8, use_torch_fsdp2=True), config)
     layer = nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
     heads.refuse_second_use(model(layer), "prefixes-ce")
-    for setting, sentence in (
-        ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute"),
-        ("fp8_output_proj", "another type"),
-    ):
+    defers = ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute")
+    for setting, sentence in (defers, ("fp8_output_proj", "another type")):
         with pytest.raises(NotImplementedError, match=f"prefixes-ce does not work here, as .*{sentence}"):
             heads.refuse_second_use(model(layer, **{setting: True}), "prefixes-ce")
     layer.is_gtp_weight_remat = True

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions of the pretraining script itself: layouts that it refuses, and which stages hold the embeddings."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -15,29 +13,22 @@ PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_para
 
 
 def arguments(**given: object) -> SimpleNamespace:
-    usual = {
-        PIPELINE: 1,
-        VIRTUAL: None,
-        "context_parallel_size": 1,
-        "reset_attention_mask": False,
-        "transformer_impl": "local",
-        "dataloader_inter_document_masking": False,
-        "micro_batch_size": 2,
-    }
-    return SimpleNamespace(**{"sft": False, **usual, **given})
+    usual = {PIPELINE: 1, VIRTUAL: None, "context_parallel_size": 1, "transformer_impl": "local", "micro_batch_size": 2}
+    usual |= dict.fromkeys(("sft", "reset_attention_mask", "dataloader_inter_document_masking"), False)
+    return SimpleNamespace(**usual | given)
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"reset_attention_mask": True, PIPELINE: 3}, "first and the last pipeline stage only"),
-        ({"reset_attention_mask": True, PIPELINE: 2, VIRTUAL: 2}, "use --dataloader-inter-document-masking with"),
-        ({"reset_attention_mask": True, "transformer_impl": "transformer_engine"}, "has no effect with"),
-        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
-        ({"dataloader_inter_document_masking": True, PIPELINE: 2}, "set --micro-batch-size 1"),
-        ({"sft": True, PIPELINE: 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
-    ],
-)
+LOST_MASKS = [
+    ({"reset_attention_mask": True, PIPELINE: 3}, "first and the last pipeline stage only"),
+    ({"reset_attention_mask": True, PIPELINE: 2, VIRTUAL: 2}, "use --dataloader-inter-document-masking with"),
+    ({"reset_attention_mask": True, "transformer_impl": "transformer_engine"}, "has no effect with"),
+    ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
+    ({"dataloader_inter_document_masking": True, PIPELINE: 2}, "set --micro-batch-size 1"),
+    ({"sft": True, PIPELINE: 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), LOST_MASKS)
 def test_document_masks_that_megatron_would_lose_are_refused(given: dict[str, object], sentence: str) -> None:
     from simreg_megatron.pretrain import check_document_masks
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings under which SimReg would be wrong or silent are refused by name; open log writers get its values."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -21,16 +19,6 @@ from simreg_megatron.weights import heads, learnable
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
 
-class Group:
-    """A process group of a given size."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-
 def test_a_step_in_many_that_never_comes_is_refused() -> None:
     schedule = SimRegConfig(lambda_=1, every=4, start_iter=5)
     with pytest.raises(ValueError, match="--simreg-every 4 has no step before 8, and SimReg ends at 8"):
@@ -38,17 +26,17 @@ def test_a_step_in_many_that_never_comes_is_refused() -> None:
     refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=9), schedule)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
-        *(
-            ({name: True, "sequence_parallel": True}, "not with --sequence-parallel or sample=replicas")
-            for name in ("hybrid_context_parallel", "dynamic_context_parallel")
-        ),
-        ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
-    ],
-)
+PACKINGS = [
+    ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
+    *(
+        ({name: True, "sequence_parallel": True}, "not with --sequence-parallel or sample=replicas")
+        for name in ("hybrid_context_parallel", "dynamic_context_parallel")
+    ),
+    ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), PACKINGS)
 def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) -> None:
     config = SimRegConfig(lambda_=1)
     with pytest.raises(NotImplementedError, match=sentence) as caught:
@@ -103,14 +91,14 @@ def test_rows_of_a_part_of_the_output_layer_are_refused() -> None:
     refusals.refuse_models(SimRegConfig(lambda_=1), [part], (SimpleNamespace,))
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"micro_batch_size": 1}, "the micro-batch size is 1: give --micro-batch-size 2 or more"),
-        ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
-        ({"micro_batch_size": 2, "sequence_packing_scheduler": "dp_balanced"}, "packed rows hold several"),
-    ],
-)
+NOT_COMPARED = [
+    ({"micro_batch_size": 1}, "the micro-batch size is 1: give --micro-batch-size 2 or more"),
+    ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
+    ({"micro_batch_size": 2, "sequence_packing_scheduler": "dp_balanced"}, "packed rows hold several"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), NOT_COMPARED)
 def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="simcse"))
@@ -141,9 +129,8 @@ def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
     for rows in (4, 8, 12):
         assert torch.equal(main_hidden_states(states[:rows], shard), states[:4])
     for rows in (3, 5, 7):
-        with pytest.raises(
-            RuntimeError, match=rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
-        ):
+        sentence = rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
+        with pytest.raises(RuntimeError, match=sentence):
             main_hidden_states(states[:rows], shard)
 
 
@@ -159,26 +146,19 @@ def test_labels_without_a_mask_all_count_and_that_is_said_once(capsys: pytest.Ca
 def test_ranks_in_an_unknown_order_are_refused() -> None:
     """Context ranks numbered before tensor ranks would put foreign rows where the own ones belong."""
 
-    class Ranked(Group):
-        def __init__(self, size: int, rank: int) -> None:
-            super().__init__(size)
-            self._rank = rank
+    def ranked(size: int, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
-        def rank(self) -> int:
-            return self._rank
-
-    groups = SimpleNamespace(tp=Ranked(2, 1), cp=Ranked(2, 0), tp_cp=Ranked(4, 2))
+    groups = SimpleNamespace(tp=ranked(2, 1), cp=ranked(2, 0), tp_cp=ranked(4, 2))
     model = SimpleNamespace(pg_collection=groups, config=SimpleNamespace(sequence_parallel=True))
     with pytest.raises(NotImplementedError, match="numbered before context-parallel ones"):
         shard_of(model, LABELS, groups.cp)
-    groups.tp_cp = Ranked(4, 1)
+    groups.tp_cp = ranked(4, 1)
     assert shard_of(model, LABELS, groups.cp).rank == (0, 1)
 
 
 @pytest.mark.parametrize("tokenizer", [SimpleNamespace(), SimpleNamespace(eod=None)])
-def test_a_document_mask_without_document_ends_is_refused(
-    tokenizer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_mask_without_document_ends_is_refused(tokenizer: SimpleNamespace, monkeypatch) -> None:
     module = ModuleType("megatron.training.global_vars")
     module.get_tokenizer = lambda: tokenizer
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
@@ -189,23 +169,21 @@ def test_a_document_mask_without_document_ends_is_refused(
     assert plugin_loop.end_of_document() == 7
 
 
+NOT_REPEATED = [
+    (SimRegConfig(lambda_=1, every=4), NotImplementedError, "--simreg-every 4 leaves SimReg out of most steps"),
+    (SimRegConfig(objective="sigreg", lambda_=1), NotImplementedError, "sigreg draws again in each step"),
+    (SimRegConfig(objective="simreg:1,placebo:1"), NotImplementedError, "placebo draws again in each step"),
+    (SimRegConfig(objective="none"), ValueError, "only measures here"),
+    (SimRegConfig(lambda_=1, log_interval=10), ValueError, "--simreg-log-interval has no effect"),
+]
+
+
 @pytest.mark.parametrize(
     "graphs",
     [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
 )
-@pytest.mark.parametrize(
-    ("config", "kind", "why"),
-    [
-        (SimRegConfig(lambda_=1, every=4), NotImplementedError, "--simreg-every 4 leaves SimReg out of most steps"),
-        (SimRegConfig(objective="sigreg", lambda_=1), NotImplementedError, "sigreg draws again in each step"),
-        (SimRegConfig(objective="simreg:1,placebo:1"), NotImplementedError, "placebo draws again in each step"),
-        (SimRegConfig(objective="none"), ValueError, "only measures here"),
-        (SimRegConfig(lambda_=1, log_interval=10), ValueError, "--simreg-log-interval has no effect"),
-    ],
-)
-def test_what_full_iteration_graphs_cannot_repeat_is_refused(
-    graphs: dict, config: SimRegConfig, kind: type[Exception], why: str
-) -> None:
+@pytest.mark.parametrize(("config", "kind", "why"), NOT_REPEATED)
+def test_what_full_iteration_graphs_cannot_repeat_is_refused(graphs: dict, config: SimRegConfig, kind, why) -> None:
     with pytest.raises(kind, match=why):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), config)
     for scope in ("attn", "full_iteration_inference", ["attn", "mlp"]):
@@ -248,14 +226,11 @@ def megatrons_line(total_loss_dict: dict, iteration: int, skipped_iter: int) -> 
     """As `training_log` prints it, from 0.12 on to 0.19."""
     total_loss_dict["advanced iterations"] = 5
     averages = {name: total.item() / 5 for name, total in total_loss_dict.items() if name != "advanced iterations"}
-    print(
-        f" iteration {iteration} |" + "".join(f" {name}: {mean:.6E} |" for name, mean in averages.items() if mean > 0)
-    )
+    shown = (f" {name}: {mean:.6E} |" for name, mean in averages.items() if mean > 0)
+    print(f" iteration {iteration} |" + "".join(shown))
 
 
-def test_numbers_below_zero_reach_the_console(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     means = {"simreg loss": 0.5, "simreg margin": -1.25, "simreg margin 10%": -4.0, "simreg negative cosine": -0.125}
     found = {name: torch.tensor(value) for name, value in means.items()}
     monkeypatch.setattr(log, "reduced_means", lambda **_: dict(found))
@@ -280,13 +255,9 @@ def test_numbers_below_zero_reach_the_console(
 def test_an_optimizer_of_other_scalars_is_named() -> None:
     error = ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
     plain, config = SimRegConfig(lambda_=1), SimRegConfig(lambda_=1, similarity="learnable")
-    with pytest.raises(
-        RuntimeError, match=r"trained no scalars of SimReg, and .* simreg_similarity\.query and .*optim"
-    ):
+    with pytest.raises(RuntimeError, match=r"no scalars of SimReg, and .* simreg_similarity\.query and .*optim"):
         learnable.explain(error, config, plain)
-    with pytest.raises(
-        RuntimeError, match=r"trained simreg_similarity\.query and .* train no scalars of SimReg: resume"
-    ):
+    with pytest.raises(RuntimeError, match=r"simreg_similarity\.query and .* train no scalars of SimReg: resume"):
         learnable.explain(error, plain, config)
     learnable.explain(error, config, config)
     learnable.explain(error, config)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The term on one micro-batch of a model: value, gradient, log values, and what only the data knows."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -23,10 +21,8 @@ from tests.helpers.fixtures import One
 BATCH, LENGTH, WIDTH = 2, 12, 8
 
 
-MODEL = SimpleNamespace(
-    config=SimpleNamespace(sequence_parallel=False, hidden_size=256),
-    pg_collection=SimpleNamespace(tp=One(), cp=One(), dp_cp=One()),
-)
+GROUPS = SimpleNamespace(tp=One(), cp=One(), dp_cp=One())
+MODEL = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False, hidden_size=256), pg_collection=GROUPS)
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +63,8 @@ def test_value_of_the_loss_gradient_of_both(weight) -> None:
     assert torch.equal(loss.grad, upstream)
 
     expected = hidden.detach().clone().requires_grad_()
-    terms = simreg_loss(
-        expected.transpose(0, 1), labels, temperature=0.1, valid=mask > 0, chunk_size=5, reduction="none"
-    )
+    options = {"temperature": 0.1, "valid": mask > 0, "chunk_size": 5, "reduction": "none"}
+    terms = simreg_loss(expected.transpose(0, 1), labels, **options)
     number = 5.0 if weight == "auto" else weight  # 10 * sqrt(256 / 1024)
     (number * terms * upstream).sum().backward()
     torch.testing.assert_close(hidden.grad, expected.grad, rtol=1e-12, atol=1e-14)
@@ -280,11 +275,8 @@ def test_a_combination_is_the_weighted_sum_of_its_parts() -> None:
         result.sum().backward()
         return hidden.grad.clone(), regularizer.metrics.reduce(One())
 
-    together, logged = gradient(
-        objective="sigreg:2,simreg:auto,sigmoid:0.01",
-        objective_options="sigmoid.trains=none,sigreg.seed=1",
-        temperature=0.1,
-    )
+    several, options = "sigreg:2,simreg:auto,sigmoid:0.01", "sigmoid.trains=none,sigreg.seed=1"
+    together, logged = gradient(objective=several, objective_options=options, temperature=0.1)
     alone = {
         "simreg loss": gradient(lambda_="auto", temperature=0.1),
         "sigreg loss": gradient(lambda_=2, objective="sigreg", objective_options="seed=1"),
@@ -380,12 +372,8 @@ def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str) -> None
         return hidden.grad.clone()
 
     scheduled = Regularizer(SimRegConfig(**settings, lambda_schedule="cosine:0.1"))
-    for iteration, share in (
-        (0, 1.0),
-        (10, 0.8681980515339464),
-        (20, 0.55),
-        (39, 0.1 + 0.9 * math.sin(math.pi / 80) ** 2),
-    ):
+    last = 0.1 + 0.9 * math.sin(math.pi / 80) ** 2
+    for iteration, share in ((0, 1.0), (10, 0.8681980515339464), (20, 0.55), (39, last)):
         whole = gradient(Regularizer(SimRegConfig(**settings)), iteration)
         torch.testing.assert_close(gradient(scheduled, iteration), share * whole, rtol=1e-6, atol=1e-9)
         assert scheduled.lambdas()["simreg lambda"].item() == pytest.approx(3 * share, rel=1e-6)
@@ -422,11 +410,8 @@ def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None
     config = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=5, document_mask=document_mask)
     hidden, labels, mask, loss = micro_batch()
     flat = hidden.detach().transpose(0, 1).reshape(BATCH * LENGTH, 1, WIDTH).requires_grad_()
-    packing = SimpleNamespace(
-        cu_seqlens_q=torch.tensor([0, 12, 15, 24], dtype=torch.int32),
-        cu_seqlens_q_padded=None,
-        tokens_per_sample=LENGTH,
-    )
+    ends = torch.tensor([0, 12, 15, 24], dtype=torch.int32)
+    packing = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_q_padded=None, tokens_per_sample=LENGTH)
     row = [part.reshape(1, -1) for part in (labels, mask, loss)]
     regularizer = Regularizer(config)
     result = regularizer.add_to(row[2], regularizer.terms(MODEL, flat, row[0], row[1], packing))
@@ -434,9 +419,8 @@ def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None
 
     expected = hidden.detach().transpose(0, 1).clone().requires_grad_()
     documents = torch.tensor([[0] * 12, [0] * 3 + [1] * 9]) if document_mask else None
-    terms = simreg_loss(
-        expected, labels, temperature=0.1, valid=mask > 0, chunk_size=5, documents=documents, reduction="none"
-    )
+    options = {"temperature": 0.1, "valid": mask > 0, "chunk_size": 5, "documents": documents}
+    terms = simreg_loss(expected, labels, reduction="none", **options)
     terms.sum().backward()
     torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)
 

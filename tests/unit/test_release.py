@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The release: one version in three places, and a wheel that holds the package and works without the clone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

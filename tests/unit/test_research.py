@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """research/: plans become runs, runs become tables, and a table whose plan was not carried out says nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -29,23 +27,11 @@ PLAN = {
 }
 
 
-# Plans ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_plan_becomes_runs_of_the_launcher() -> None:
     entries = entries_of(plan_of(PLAN), "text", lambda arm, size: {})
-    assert [(entry.arm, entry.seed) for entry in entries] == [
-        ("a", 1),
-        ("b", 1),
-        ("a", 2),
-        ("b", 2),
-        ("a", 3),
-        ("b", 3),
-    ]
+    assert [(entry.arm, entry.seed) for entry in entries] == [(arm, seed) for seed in (1, 2, 3) for arm in "ab"]
     flags = dict(entries[1].run.flags)
-    assert (
-        flags["lr"] == "0.002" and flags["min-lr"] == "0.0002" and flags["adagc"] == "" and flags["hidden-size"] == "32"
-    )
+    assert [flags[name] for name in ("lr", "min-lr", "adagc", "hidden-size")] == ["0.002", "0.0002", "", "32"]
     assert int(flags["train-iters"]) == round(20 * 53536 / 2048) == 523 and flags["lr-warmup-iters"] == "26"
     assert "--adagc --eval-interval 524" in entries[1].run.words
 
@@ -59,23 +45,20 @@ def test_every_plan_can_be_read(name: str) -> None:
         assert read_plan(plan.tuned_in).is_search
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"claims": [{"says": "?", "arm": "c", "than": "a"}]}, "names the arm c"),
-        ({"colour": "red"}, "colour"),
-        ({"arms": {"a": {"flag": {}}}, "claims": []}, "flag"),
-    ],
-)
+NO_PLANS = [
+    ({"claims": [{"says": "?", "arm": "c", "than": "a"}]}, "names the arm c"),
+    ({"colour": "red"}, "colour"),
+    ({"arms": {"a": {"flag": {}}}, "claims": []}, "flag"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), NO_PLANS)
 def test_files_that_are_no_plan_are_refused(change: dict, word: str, tmp_path: Path) -> None:
     import yaml
 
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN | change))
     with pytest.raises(ResearchError, match=word):
         read_plan(str(tmp_path / "plan.yaml"))
-
-
-# The results that are kept --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -99,16 +82,16 @@ def _without(table: Table, **changes: str) -> Table:
     return replace(table, rows=[{**first, **changes}, *rest])
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda table: replace(table, rows=table.rows[1:]), "is missing"),
-        (lambda table: replace(table, rows=[*table.rows, table.rows[0]]), "stands in it twice"),
-        (lambda table: _without(table, device="an H100"), "2 values of device"),
-        (lambda table: _without(table, validation_loss="1.0"), "not the end of its curve"),
-        (lambda table: replace(table, plan=replace(table.plan, seeds=2)), "fewer than 3 seeds"),
-    ],
-)
+FORBIDS = [
+    (lambda table: replace(table, rows=table.rows[1:]), "is missing"),
+    (lambda table: replace(table, rows=[*table.rows, table.rows[0]]), "stands in it twice"),
+    (lambda table: _without(table, device="an H100"), "2 values of device"),
+    (lambda table: _without(table, validation_loss="1.0"), "not the end of its curve"),
+    (lambda table: replace(table, plan=replace(table.plan, seeds=2)), "fewer than 3 seeds"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), FORBIDS)
 def test_what_forbids_a_conclusion(change, word: str) -> None:  # type: ignore[no-untyped-def]
     found = list(problems("edge", {**TABLES, "edge": change(TABLES["edge"])}))
     assert any(word in problem for problem in found), found
@@ -118,12 +101,8 @@ def test_the_lock_the_recipe_and_the_evidence_are_of_one_corpus() -> None:
     lock = read_lock(LOCK)
     assert list(lock) == list(PACKAGES) and all(package.file.endswith("_all.deb") for package in lock.values())
     recorded = json.loads((RESULTS / "large_corpus.json").read_text())
-    assert {one["name"]: one["sha256"] for one in recorded["packages"]} == {
-        name: one.sha256 for name, one in lock.items()
-    }
-
-
-# Statistics -----------------------------------------------------------------------------------------------------------
+    sums = {one["name"]: one["sha256"] for one in recorded["packages"]}
+    assert sums == {name: one.sha256 for name, one in lock.items()}
 
 
 def test_welch_is_scipys() -> None:
@@ -134,9 +113,6 @@ def test_welch_is_scipys() -> None:
     assert found.p_value == pytest.approx(stats.ttest_ind(one, two, equal_var=False, alternative="less").pvalue)
     assert found.low < found.difference < found.high and found.difference == pytest.approx(-0.45)
     assert welch([1.0, math.inf], [1.0, 2.0]).p_value == 1.0
-
-
-# The command ----------------------------------------------------------------------------------------------------------
 
 
 def test_holm() -> None:
@@ -154,7 +130,6 @@ def test_the_gain_at_width_64_computed_by_hand() -> None:
     verdict = next(each for each in judge("convergence", TABLES) if each.place == ("64", "20"))
     assert len(verdict.arm) == 5 and len(set(verdict.than)) == 10 and verdict.word == HELD
     assert verdict.test.difference == pytest.approx(sum(verdict.arm) / 5 - sum(verdict.than) / 10)
-    assert (verdict.test.difference, verdict.test.low, verdict.test.high) == pytest.approx(
-        (-0.0994, -0.1204, -0.0784), abs=5e-5
-    )
+    found = verdict.test.difference, verdict.test.low, verdict.test.high
+    assert found == pytest.approx((-0.0994, -0.1204, -0.0784), abs=5e-5)
     assert verdict.saved == "at least 15% of the tokens (12% to 18%)"

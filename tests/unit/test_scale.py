@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Large layouts without their machines: all ranks agree about what travels, and equals benchmarks/results/scale.csv."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,17 +13,15 @@ from benchmarks.scale import LAYOUTS, Case, cost_of, described, plans_of, sent_b
 from tests.helpers.old_torch import OLD_TORCH
 from tests.helpers.quick import quick
 
-pytestmark = pytest.mark.skipif(
-    OLD_TORCH, reason="an older torch asks for a driver when it frees CUDA tensors without memory"
-)
+REASON = "an older torch asks for a driver when it frees CUDA tensors without memory"
+pytestmark = pytest.mark.skipif(OLD_TORCH, reason=REASON)
 CASES = list(scale.cases())
 KEPT = records.read(RESULTS / "scale.csv")
 SMALL = Case(Layout(tensor=2, context=2, data=2, sequence_parallel=True), 2, 2048, 4096, chunk=1024)
 LARGEST = Case(LAYOUTS[-1], 2, 2048, 4096, chunk=1024)
 
 
-def one_of_each_layout() -> list[Case]:
-    return [Case(layout, 2, 2048, 4096, chunk=1024) for layout in LAYOUTS]
+ONE_OF_EACH_LAYOUT = [Case(layout, 2, 2048, 4096, chunk=1024) for layout in LAYOUTS]
 
 
 def kept_line(case: Case) -> dict[str, str]:
@@ -55,9 +51,10 @@ def test_collectives_and_bytes_are_those_of_the_table(case: Case) -> None:
     assert len(sent.calls) == int(kept["collectives"]) and sent.received == int(kept["bytes_received"])
 
 
-@pytest.mark.parametrize(
-    "case", quick(one_of_each_layout(), lambda case: case.layout in (SMALL.layout, LARGEST.layout)), ids=str
-)
+LOGGED = quick(ONE_OF_EACH_LAYOUT, lambda case: case.layout in (SMALL.layout, LARGEST.layout))
+
+
+@pytest.mark.parametrize("case", LOGGED, ids=str)
 def test_a_log_step_stays_on_the_device_and_adds_what_the_table_says(case: Case) -> None:
     kept, log_step = kept_line(case), replace(case, logs=True)
     rank = int(kept["context_rank"]), int(kept["tensor_rank"])
@@ -71,17 +68,14 @@ def test_a_log_step_stays_on_the_device_and_adds_what_the_table_says(case: Case)
         assert cost.syncs == 0 and cost.host == []
 
 
-@pytest.mark.parametrize("case", [SMALL, replace(SMALL, chunk=0), Case(Layout(4, 2), 16, 2048, 1024, 1024)], ids=str)
+EVERY_RANK = [SMALL, replace(SMALL, chunk=0), Case(Layout(4, 2), 16, 2048, 1024, 1024)]
+
+
+@pytest.mark.parametrize("case", quick([*EVERY_RANK, *CASES], lambda case: case in EVERY_RANK), ids=str)
 def test_all_ranks_make_matching_collectives(case: Case) -> None:
     sent = sent_by_all(case)
     assert len(sent) == case.layout.tensor * case.layout.context
-    assert all(found.calls for found in sent.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_ranks_of_every_layout_do(case: Case) -> None:
-    assert sent_by_all(case)
+    assert all(found.calls for found in sent.values()) or case not in EVERY_RANK
 
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.sequence_parallel or one.tensor == 1], ids=str)

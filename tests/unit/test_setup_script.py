@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/setup.sh: which Python it takes, and what it leaves alone. Nothing is installed here.
-
-The interpreters are stand-ins: shell scripts that answer the probe as a Python of that kind would, so that a
-test can set up machines that have none, too old a one, or a shim that leads nowhere.
-"""
+"""tools/setup.sh: which Python it takes, of stand-ins that answer its probe, and what it leaves alone."""
 
 import shutil
 import subprocess
@@ -54,7 +50,6 @@ def found(machine: Path, **variables: str) -> str:
 
 
 def refusal(machine: Path, *arguments: str, **variables: str) -> str:
-    """The one sentence that a refused set-up ends with."""
     done = run(machine, *arguments, **variables)
     assert done.returncode == 1
     assert done.stdout == ""

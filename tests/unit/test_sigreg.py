@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGReg against independently computed numbers (facts SG-1 to SG-7), closed forms, and a written-out loop."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -23,15 +21,15 @@ def fixture_directions(dtype: torch.dtype = torch.float64) -> Tensor:
     return (columns / columns.norm(dim=0)).mT.to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({}, "0.160042"),
-        ({"normalize": "unit"}, "0.336803"),
-        ({"estimator": "epps-pulley"}, "4.740157"),
-        ({"estimator": "epps-pulley", "normalize": "unit"}, "4.539726"),
-    ],
-)
+SG5 = [
+    ({}, "0.160042"),
+    ({"normalize": "unit"}, "0.336803"),
+    ({"estimator": "epps-pulley"}, "4.740157"),
+    ({"estimator": "epps-pulley", "normalize": "unit"}, "4.539726"),
+]
+
+
+@pytest.mark.parametrize(("options", "printed"), SG5)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.filterwarnings("ignore:normalize=unit")
 def test_sg5(options: dict, printed: str, dtype: torch.dtype) -> None:
@@ -67,9 +65,7 @@ def written_out(rows: Tensor, directions: Tensor, estimator: str) -> Tensor:
 
 @pytest.mark.parametrize("estimator", sigreg.ESTIMATORS)
 @pytest.mark.parametrize("normalize", ["sqrt-d", "none"])
-def test_chunks_and_masks_are_samples_of_their_own(
-    estimator: str, normalize: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_and_masks_are_samples_of_their_own(estimator: str, normalize: str, monkeypatch) -> None:
     monkeypatch.setattr(sigreg, "_WORKSPACE", 3 * 2 * 8 * 4)  # tiles of three tokens
     rows, labels = random_tokens((2, 14, 6), num_labels=4)
     valid = torch.rand(2, 14, generator=torch.Generator().manual_seed(2)) < 0.7

@@ -35,11 +35,7 @@ def f1(request: pytest.FixtureRequest) -> Tokens:
 
 
 def assert_prints(value: Tensor | float, printed: str, *, size: float | None = None) -> None:
-    """The value rounds to the printed digits: it lies within half a unit of the last one.
-
-    A float32 may also be off by 2e-5 of itself, or of `size`: a cosine is good to some 1e-7, an exponent at
-    tau 0.01 therefore to 1e-5.
-    """
+    """The value rounds to the printed digits; a float32 may be off by 2e-5 of itself, or of `size`: exp(cos / 0.01)."""
     unit = 10.0 ** Decimal(printed).as_tuple().exponent
     slack = 0.501 * unit
     if isinstance(value, Tensor) and value.dtype == torch.float32:
@@ -54,32 +50,32 @@ def gradient(embeddings: Tensor, labels: Tensor, **options: object) -> tuple[Ten
     return loss.detach(), embeddings.grad
 
 
-@pytest.mark.parametrize(
-    ("temperature", "summed", "averaged"),
-    [
-        (1.0, "1.362537", "0.542993"),
-        (0.1, "0.200631", "0.0475045"),
-        (0.05, "0.0708230", "0.0132570"),
-        (0.01, "2.758136e-4", "2.921417e-5"),
-    ],
-)
+SR1_AND_SR2 = [
+    (1.0, "1.362537", "0.542993"),
+    (0.1, "0.200631", "0.0475045"),
+    (0.05, "0.0708230", "0.0132570"),
+    (0.01, "2.758136e-4", "2.921417e-5"),
+]
+
+
+@pytest.mark.parametrize(("temperature", "summed", "averaged"), SR1_AND_SR2)
 def test_sr1_sr2_whole_sequence(temperature: float, summed: str, averaged: str, f1: Tokens) -> None:
     rows, labels = f1
     assert_prints(simreg_loss(rows, labels, temperature=temperature), summed)
     assert_prints(simreg_loss(rows, labels, temperature=temperature, group_reduce="mean"), averaged)
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "chunk_weight", "printed"),
-    [
-        (6, "token", "0.167760"),
-        (6, "pos-neg-ratio", "0.0864303"),
-        (6, "neg-pos-ratio", "0.249089"),
-        (6, "count-corrected", "0.245277"),
-        (4, "token", "0.0845489"),
-        (4, "count-corrected", "0.153449"),
-    ],
-)
+SR4 = [
+    (6, "token", "0.167760"),
+    (6, "pos-neg-ratio", "0.0864303"),
+    (6, "neg-pos-ratio", "0.249089"),
+    (6, "count-corrected", "0.245277"),
+    (4, "token", "0.0845489"),
+    (4, "count-corrected", "0.153449"),
+]
+
+
+@pytest.mark.parametrize(("chunk_size", "chunk_weight", "printed"), SR4)
 def test_sr4_chunks(chunk_size: int, chunk_weight: str, printed: str, f1: Tokens) -> None:
     rows, labels = f1
     options = {"temperature": 0.1, "chunk_size": chunk_size, "chunk_weight": chunk_weight}
@@ -139,17 +135,17 @@ def test_sr12_learnable(f1: Tokens) -> None:
         assert_prints(grad[0], printed)
 
 
-@pytest.mark.parametrize(
-    ("options", "printed"),
-    [
-        ({"temperature": 0.1}, "0.137284"),
-        ({"temperature": 0.01}, "2.688101e-5"),
-        ({"temperature": 0.1, "chunk_size": 6}, "0.104497"),
-        ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "uniform"}, "0.115838"),
-        ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "pos-neg-ratio"}, "0.0618048"),
-        ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "neg-pos-ratio"}, "0.169870"),
-    ],
-)
+SR5 = [
+    ({"temperature": 0.1}, "0.137284"),
+    ({"temperature": 0.01}, "2.688101e-5"),
+    ({"temperature": 0.1, "chunk_size": 6}, "0.104497"),
+    ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "uniform"}, "0.115838"),
+    ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "pos-neg-ratio"}, "0.0618048"),
+    ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "neg-pos-ratio"}, "0.169870"),
+]
+
+
+@pytest.mark.parametrize(("options", "printed"), SR5)
 def test_sr5_masked_tokens_have_no_role(options: dict, printed: str, f1: Tokens) -> None:
     rows, labels = f1
     loss, grad = gradient(rows, labels, valid=mask(), **options)

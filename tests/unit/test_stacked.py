@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacked models: K at once are K one by one, plans become groups of runs, and rows the report that is kept."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -47,6 +45,5 @@ def test_the_reports_that_are_kept_follow_from_their_rows(name: str) -> None:
     read_plan(name, tiny=True)
     kept = KEPT / "stacked" / f"{name}.md"
     if kept.exists():
-        assert kept.read_text() == "\n".join(report(Results(read_plan(name), kept.parent))) + "\n", (
-            f"research stacked {name} --output {kept.parent}"
-        )
+        text = "\n".join(report(Results(read_plan(name), kept.parent))) + "\n"
+        assert kept.read_text() == text, f"research stacked {name} --output {kept.parent}"

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the tiled form beyond the reference's values: memory, and numerics in half precision.
-
-That its values and gradients are the reference's is held by the tests of SimReg itself, which run on both.
-"""
-
-from __future__ import annotations
+"""Promises of the tiled form beyond the reference's values, which the tests of SimReg hold: memory, half precision."""
 
 from typing import Any
 
@@ -20,7 +15,7 @@ from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
 from tests.gpu.tf32 import apart
 from tests.helpers.fixtures import random_tokens
-from tests.helpers.ways import limit, small_regions
+from tests.helpers.ways import kept_bytes, limit, small_regions
 
 WIDTH = 64
 
@@ -45,17 +40,7 @@ def saved_bytes(num_tokens: int, impl: str) -> int:
     """Kept between forward and backward, without what is there anyway: embeddings and labels."""
     rows, labels = clustered(num_tokens)
     rows.requires_grad_()
-    found: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in (rows.data_ptr(), labels.data_ptr()):
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = simreg_loss(rows, labels, impl=impl)
-    assert loss.requires_grad
-    return sum(found.values())
+    return kept_bytes(lambda: simreg_loss(rows, labels, impl=impl), rows, labels)
 
 
 def test_what_is_kept_grows_with_the_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:

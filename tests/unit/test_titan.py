@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimReg in torchtitan: the loss alone, and torchtitan's own trainer with it, on a CPU in one process."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

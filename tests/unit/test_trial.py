@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of `auto` on a GPU: triton if it is right, tiled if it is wrong or broken."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,18 +84,15 @@ def test_a_right_form_is_taken(plant: Plant) -> None:
     assert [simreg.chosen_impl("auto", rows=torch.empty(1, 4, width)) for width in (16, 6)] == ["triton", "tiled"]
 
 
-@pytest.mark.parametrize(
-    ("planted", "why"),
-    [
-        (WrongTerms, r"is wrong \(terms off by 1\.0e-03"),
-        (WrongGradient, r"is wrong \(terms off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
-        (
-            WrongForSomeAnchors,
-            r"is wrong on chunks that ranks share \(terms off by .*e-\d\d, gradient by \d\.\de-0[123]",
-        ),
-        (Broken, r"fails \(RuntimeError: no such instruction\)"),
-    ],
-)
+WRONG_FORMS = [
+    (WrongTerms, r"is wrong \(terms off by 1\.0e-03"),
+    (WrongGradient, r"is wrong \(terms off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
+    (WrongForSomeAnchors, r"is wrong on chunks that ranks share \(terms off by .*e-\d\d, gradient by \d\.\de-0[123]"),
+    (Broken, r"fails \(RuntimeError: no such instruction\)"),
+]
+
+
+@pytest.mark.parametrize(("planted", "why"), WRONG_FORMS)
 def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -> None:
     plant(planted())
     found = trial.choose(SHAPE, CPU)
@@ -108,11 +103,10 @@ def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -
 MANY = Shape(batch=1, length=300, width=512, chunk_size=0, dtype=torch.float32)
 TYPES, TEMPERATURES = (torch.bfloat16, torch.float32), (0.001, 0.003, 0.01, 0.1)
 FEW = [Shape(1, 64, 1024, 0, torch.float32), Shape(2, 256, 64, 64, torch.float32)]
+SHAPES = [*(MANY._replace(dtype=t, temperature=tau) for t in TYPES for tau in TEMPERATURES), *FEW]
 
 
-@pytest.mark.parametrize(
-    "shape", [*(MANY._replace(dtype=t, temperature=tau) for t in TYPES for tau in TEMPERATURES), *FEW]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_right_form_is_right_of_any_type_temperature_and_shape(shape: Shape) -> None:
     assert not trial.failure_of("tiled", shape, CPU)
 
@@ -152,9 +146,7 @@ def rows_like(config: SimRegConfig, model: Any) -> torch.Tensor:
     return torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
 
 
-def test_before_the_first_step(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_step(plant: Plant, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU, and for `auto` alone; the shape is that of one rank."""
     plant(TorchForm())
     shapes = []

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form in Triton: its kernels in the interpreter against float64, and compiled without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -24,13 +22,11 @@ from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.layout import ShardLayout
-from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
 from tests.gpu.tf32 import apart
 from tests.helpers import jobs
 from tests.helpers.old_torch import OLD_TORCH
-from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick, quick_rows
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -194,28 +190,23 @@ def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, keep
     tile = {"BK": 16, "PER_SM": 1, "num_warps": 4, "num_stages": 1}
     kernels.PAIRS["fp32"], kernels.PRODUCT["fp32"] = {"SIDE": 16, **tile}, {"BM": 16, "BN": 16, **tile}
     kernels.LONGEST_KEPT, kernels.PANEL = (256, 256) if keeps else (0, 5)
-    rank = divmod(rank_number, layout.tensor_size)
-    shard = SequenceShard(layout, rank, *shards.groups(rank, layout))
-    given, held = shards.sample(), layout.held(rank)
-    rows, labels, valid = (shards.pick(given[name], held) for name in ("embeddings", "labels", "valid"))
-    local = rows.float().transpose(0, 1).contiguous().requires_grad_()
-    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, labels, valid))
-    (terms * shards.pick(given["weights"], layout.anchors(rank))).sum().backward()
+    shard, held, local, *others = shards.part_of(rank_number, layout, torch.float32)
+    anchors = layout.anchors(shard.rank)
+    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, *others))
+    (terms * shards.pick(shards.sample()["weights"], anchors)).sum().backward()
     expected_terms, expected_grad = shards.whole(config)
     close = {"rtol": 1e-4, "atol": 1e-5, "check_dtype": False}
-    torch.testing.assert_close(terms.detach(), shards.pick(expected_terms, layout.anchors(rank)), **close)
+    torch.testing.assert_close(terms.detach(), shards.pick(expected_terms, anchors), **close)
     torch.testing.assert_close(local.grad.transpose(0, 1), shards.pick(expected_grad, held), **close)
 
 
 @interpreted
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "layout", quick([shards.CP2, shards.SP2, shards.CP2_TP2], only(shards.CP2, shards.CP2_TP2)), ids=str
-)
+@shards.over("cp2", "sp2", "cp2-tp2", quickly=("cp2", "cp2-tp2"))
 @pytest.mark.parametrize("keeps", quick([True, False], only(False)))
 def test_triton_over_ranks(tmp_path: Path, layout: ShardLayout, keeps: bool) -> None:
     config = replace(shards.BASE, chunk_size=12, impl="triton")
-    run_processes(check_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config, keeps)
+    shards.run_layout(check_rank, tmp_path, layout, config, keeps)
 
 
 @triton.jit
@@ -276,11 +267,12 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.TritonForm()
 
 
+CARDS = quick_rows([(80, 163), (90, 227)], lambda row: row[0] == 90)
+
+
 @pytest.mark.skipif(OLD_TORCH, reason="the Triton of an older torch compiles by another interface")
 @pytest.mark.parametrize("which", ["one-of-each", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("architecture", "most_shared_kib"), quick_rows([(80, 163), (90, 227)], lambda row: row[0] == 90)
-)
+@pytest.mark.parametrize(("architecture", "most_shared_kib"), CARDS)
 def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
     """Every configuration fits into shared memory; registers spill only in `_pairs` and for odd widths.
 
@@ -317,15 +309,3 @@ def test_what_is_not_usable_may_hold_anything(way: str) -> None:
     assert apart(loss, expected[0]) < 2e-5 and apart(grad, expected[1]) < 3e-5
     assert (grad[~valid] == 0).all() and (grad[1, 20] == 0).all()
     assert grad[valid].ne(0).any()
-
-
-@interpreted
-def test_rows_that_are_exactly_zero_are_left_out() -> None:
-    rows, labels = clustered()
-    rows[:, 7], rows[0, 20] = 0.0, 0.0
-    masks_of_zeros = torch.ones_like(labels, dtype=torch.bool), rows.any(dim=-1)
-    given = (Tokens(*(part.unsqueeze(1) for part in (rows, labels, mask)), None) for mask in masks_of_zeros)
-    found, expected = (form_named("triton").measure(each, (0, 45), 0.01, keep=False) for each in given)
-    assert all(map(torch.equal, found[:2], expected[:2])) and all(map(torch.equal, found.kept[1:3], expected.kept[1:3]))
-    assert (found.kept.names[:, 0, 7] == -1).all()
-    assert (found.terms[:, 0, 7] == 0).all() and (found.slopes[..., 0, 7] == 0).all()

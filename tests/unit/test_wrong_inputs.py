@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes of a newcomer's first hour: command, exit status and the first line that is printed."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -54,32 +52,24 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         monkeypatch.setenv(name, value)
 
     def asked(line: str) -> tuple[int, str]:
-        program, *words = shlex.split(line)
+        ranks, program, *words = ("1", *shlex.split(line))
+        if program.isdecimal():  # the number of ranks
+            ranks, program, *words = program, *words
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setattr(sys, "argv", [program, *words])
+        monkeypatch.setattr(launcher.signal, "signal", lambda *_: None)  # pytest's own Ctrl-C stays
         capsys.readouterr()
-        if program == "simreg-megatron":
-            try:
-                status = cli.main(words)
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-            said, erred = capsys.readouterr()
-        else:
-            ranks = "1"
-            if program.isdecimal():  # the number of ranks
-                ranks, (program, *words) = program, words
-            monkeypatch.setenv("WORLD_SIZE", ranks)
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-            monkeypatch.setattr(sys, "argv", [program, *words])
-            monkeypatch.setattr(launcher.signal, "signal", lambda *_: None)  # pytest's own Ctrl-C stays
-            try:
-                submit.main() if program == "submit" else launcher.main(program)
-                status = 0
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-            said, erred = capsys.readouterr()
+        start = {"submit": submit.main, "simreg-megatron": lambda: cli.main(words)}.get(program)
+        try:
+            status = start() if start else launcher.main(program)
+        except SystemExit as ended:
+            status = ended.code
+        said, erred = capsys.readouterr()
         text = (erred or said).strip()
         old = "No CUDA runtime is found"  # said by some releases of torch, which is no error
         line = next((each for each in text.splitlines() if not each.startswith(old)), "")
-        return status, " ".join(text.split()) if line.lower().startswith("usage: ") else line
+        return int(status or 0), " ".join(text.split()) if line.lower().startswith("usage: ") else line
 
     return asked
 
@@ -105,27 +95,27 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
     assert status == 2 and line.startswith(f"error: {sentence}"), (status, line)
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
-         "ranks, and 128 cannot be divided among replicas: start 24 ("),
-        ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
-         "divided among replicas: start 2 (--nproc-per-node), or give smaller sizes"),
-        ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
-         "micro-batches of 3 cannot share: give --micro-batch-size 2"),
-        ("llama --save-interval 2", "--save-interval needs --output DIR"),
-        (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
-         "needs --save-interval N"),
-        (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
-        ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
-        ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
-        ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
-         "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
-        ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
-         "checkpoints, out/run/checkpoints"),
-    ],
-)  # fmt: skip
+SIZES_AND_WORDS = [
+    ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
+     "ranks, and 128 cannot be divided among replicas: start 24 ("),
+    ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
+     "divided among replicas: start 2 (--nproc-per-node), or give smaller sizes"),
+    ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
+     "micro-batches of 3 cannot share: give --micro-batch-size 2"),
+    ("llama --save-interval 2", "--save-interval needs --output DIR"),
+    (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
+     "needs --save-interval N"),
+    (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
+    ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
+    ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
+    ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
+     "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
+    ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
+     "checkpoints, out/run/checkpoints"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "sentence"), SIZES_AND_WORDS)
 def test_sizes_saving_and_words_in_the_place_of_others(command: str, sentence: str, ask: Ask) -> None:
     refused(ask, command, sentence)
 
@@ -159,9 +149,8 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     monkeypatch.setattr(launcher, "_say", said.append)
     assert ask("llama --dry-run --data data/mine/trian --tokenizer data/mine/tokenizer.model")[0] == 0
     assert "--train-iters" in said[0] and "SimReg is off: add --simreg-lambda 1" in said[0]
-    assert said[1].startswith(
-        "# note      the run itself would be refused on this machine: there is no data/mine/trian"
-    )
+    refused = "the run itself would be refused on this machine: there is no data/mine/trian"
+    assert said[1].startswith(f"# note      {refused}")
     assert ask(f"llama {OWN.replace('train', 'trian')}")[0] == 2, "the run itself"
     said.clear()
     monkeypatch.delenv("SIMREG_CPU")
@@ -169,18 +158,18 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     assert "there is no PREFIX.bin" in said[-1], "the word of the pages is a name like any other"
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("", "off"),
-        ("--simreg-objective none", "measured, not trained on"),
-        (
-            "--simreg-objective simreg:auto,sigreg:0.05",
-            "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05, chunks of 64 tokens",
-        ),
-        ("--recipe paper-full", "simreg, lambda 4.33013 (auto), whole sequences"),
-    ],
-)
+LAMBDAS = [
+    ("", "off"),
+    ("--simreg-objective none", "measured, not trained on"),
+    (
+        "--simreg-objective simreg:auto,sigreg:0.05",
+        "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05, chunks of 64 tokens",
+    ),
+    ("--recipe paper-full", "simreg, lambda 4.33013 (auto), whole sequences"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), LAMBDAS)
 def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(launcher, "_say", said.append)
@@ -325,9 +314,8 @@ for words in sys.stdin.read().splitlines():
     mismatch = "Megatron refuses these flags together: Mismatch: 0 middle layers remaining"
     found = [*rows(TOGETHER), (of_the_model, mismatch)]
     asked = "\n".join([*(words for words, _ in found), "--simreg-lambda 1"])
-    done = jobs.run(
-        [sys.executable, "-c", script], input=asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path(ROOT)}
-    )
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    done = jobs.run([sys.executable, "-c", script], input=asked, cwd=tmp_path, env=environment)
     answers = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
     assert len(answers) == len(found) + 1, done.stderr
     for answer, (_, said) in zip(answers, found, strict=False):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.versions`: drive every release of Megatron with the plugin and print what works where."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -20,20 +18,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("--only", default="", metavar="REGEX", help="releases whose number it finds (0.13, main, ...)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there too, as Markdown")
-    parser.add_argument(
-        "--sources",
-        type=Path,
-        metavar="DIR",
-        help="Megatron-LM source trees by tag (DIR/core_v0.13.1, DIR/main), for their own scripts and the patches; "
-        "the environment variable MEGATRON_PATH names a single one",
-    )
-    parser.add_argument(
-        "--python",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="drive megatron-core up to 0.16 with this interpreter and its torch, too; may be given again",
-    )
+    trees = "Megatron-LM source trees by tag (DIR/core_v0.13.1, DIR/main); MEGATRON_PATH names a single one"
+    parser.add_argument("--sources", type=Path, metavar="DIR", help=trees)
+    others = "drive megatron-core up to 0.16 with this interpreter and its torch, too; may be given again"
+    parser.add_argument("--python", action="append", default=[], metavar="PATH", help=others)
     parser.add_argument("--cache", type=Path, default=ROOT / ".versions", metavar="DIR", help="installed releases")
     return parser.parse_args(argv)
 
@@ -59,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 def _command(args: argparse.Namespace) -> str:
     """Return the command that was run, with folders by their last name."""
     given = [("--only", args.only), ("--output", args.output)]
-    given += [(f"--{name}", path and Path("..") / path.name) for name, path in (("sources", args.sources),)]
+    given.append(("--sources", args.sources and Path("..") / args.sources.name))
     given += [("--python", f"python{releases.python_version(os.path.abspath(python))}") for python in args.python]
     words = [word for flag, value in given if value for word in (flag, str(value))]
     return shlex.join(["python", "-m", "tests.versions", *words])

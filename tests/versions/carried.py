@@ -8,8 +8,6 @@ stopped. A release older than the one that saved may refuse. `--record` keeps a 
 benchmarks/results/resumed_releases.csv.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -51,7 +49,6 @@ class Row(NamedTuple):
 
 
 def saving(bench: measure.Bench, version: str) -> loops.Loop:
-    """The run that saves and goes on."""
     loop = _loop(bench, version)
     shutil.rmtree(loop.out, ignore_errors=True)
     place = ("--save", str(loop.out / "checkpoint"), "--save-interval", f"{_SAVED_AT}")
@@ -79,9 +76,8 @@ def _loop(bench: measure.Bench, version: str) -> loops.Loop:
     if tree is None:
         raise SystemExit(f"error: --sources names no folder with Megatron's source tree of {version}")
     flags = runs.all_flags([*bench.text_flags, "--eval-iters", "0"])
-    return loops.Loop(
-        f"{version} tree", tree, tree / "pretrain_gpt.py", flags, bench.cache / "out" / f"{version} carried"
-    )
+    out = bench.cache / "out" / f"{version} carried"
+    return loops.Loop(f"{version} tree", tree, tree / "pretrain_gpt.py", flags, out)
 
 
 def _as_run(loop: loops.Loop, layout: str, out: Path, more: Sequence[str]) -> record.Run:
@@ -104,11 +100,7 @@ def _cause(error: str) -> str:
 
 
 def _apart(whole_at: Path, resumed_at: Path, processes: int) -> float:
-    """The largest relative difference of any number of the later steps.
-
-    Raises:
-        RunError: the resumed run failed, or has another number of steps.
-    """
+    """The largest relative difference of any number of the later steps; RunError if the resumed run failed."""
     whole, resumed = loops.read(whole_at, 1), loops.read(resumed_at, processes)
     if len(resumed["norms"]) != _LAST - _SAVED_AT:
         raise RunError(f"{len(resumed['norms'])} steps after the resume")

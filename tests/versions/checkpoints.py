@@ -5,8 +5,6 @@ Each release's own megatron.core loads a checkpoint with the keys that `import-h
 saves it again; every tensor must then be the same, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -33,7 +31,6 @@ CELLS = (
 
 
 def build(kind: str, layout: tuple[int, int, int]) -> Any:
-    """This rank's GPTModel, of local layers."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -58,8 +55,10 @@ def build(kind: str, layout: tuple[int, int, int]) -> Any:
         num_moe_experts=experts, moe_ffn_hidden_size=a.intermediate_size if experts else None, moe_router_topk=2,
         moe_grouped_gemm=kind == "grouped",
     )  # fmt: skip
-    if kind == "grouped":
-        _pretend_grouped_gemm()
+    if kind == "grouped":  # its kernels are not here; nothing is computed, only named, cut and saved
+        from megatron.core.transformer.moe import experts as layers
+
+        layers.gg.assert_grouped_gemm_is_available = lambda: None
     stage = parallel_state.get_pipeline_model_parallel_rank()
     spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=kind == "grouped", normalization="RMSNorm")
     return GPTModel(
@@ -67,13 +66,6 @@ def build(kind: str, layout: tuple[int, int, int]) -> Any:
         position_embedding_type="rope",
         pre_process=stage == 0, post_process=stage == pipeline - 1, share_embeddings_and_output_weights=False,
     )  # fmt: skip
-
-
-def _pretend_grouped_gemm() -> None:
-    """Its kernels are not here; nothing is computed, only named, cut and saved."""
-    from megatron.core.transformer.moe import experts
-
-    experts.gg.assert_grouped_gemm_is_available = lambda: None
 
 
 def _let_old_writers_write() -> None:

@@ -32,11 +32,7 @@ class Outcome:
 
 
 def read(folder: Path, processes: int) -> Outcome:
-    """Join the ranks of one run; ranks that hold the same parameter must hold the same bits.
-
-    Raises:
-        RunError: a rank failed or wrote nothing, or two ranks disagree.
-    """
+    """Join the ranks of one run; RunError if one failed or wrote nothing, or two hold other bits of one parameter."""
     paths = [folder / f"rank{rank}.pt" for rank in range(processes)]
     ranks = [torch.load(path, weights_only=True) for path in paths if path.exists()]
     errors = [rank["error"] for rank in ranks if "error" in rank]
@@ -94,11 +90,7 @@ class Difference:
 
 
 def difference(reference: Outcome, other: Outcome, variant: str = "on") -> Difference:
-    """The larger one of both modes.
-
-    Raises:
-        RunError: they have other parameters.
-    """
+    """The larger one of both modes; RunError where they have other parameters."""
     runs = [f"{mode} {variant}" for mode in MODES]
     apart = [_run_apart(reference, run, other, run) for run in runs]
     return Difference(largest(one.loss for one in apart), largest(one.grad for one in apart))

@@ -51,7 +51,6 @@ def configurations(chunk: int) -> dict[str, Any]:
 
 
 def measure(layout: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Losses and gradients of every run on this rank."""
     from simreg_megatron import install, uninstall
     from tests.versions import tiny
 

@@ -16,11 +16,7 @@ _EPS = 1e-6  # of AdaGC, as its authors' public patch has it
 
 
 def simreg_of(micro_batches: Sequence[dict[str, Any]], *, temperature: float, chunk_size: int) -> float:
-    """Mean SimReg of one step in float64, pair by pair, over the tokens that count.
-
-    Args:
-        micro_batches: hidden [S, B, D], labels and mask [B, S] of each.
-    """
+    """Mean SimReg of one step in float64, pair by pair, over tokens that count; hidden [S, B, D], labels [B, S]."""
     total, count = 0.0, 0
     for given in micro_batches:
         terms, anchors = naive_simreg(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that every release shares: `python -m tests.versions.inputs CORE CORPUS OUT`, run once, by the reference.
-
-Plain weights, real text and a mask that leaves every micro-batch another number of tokens.
-"""
+"""Inputs that every release shares, made by the reference: `python -m tests.versions.inputs CORE CORPUS OUT`."""
 
 from __future__ import annotations
 

@@ -98,11 +98,7 @@ def _runs(loop: Loop, layout: str) -> Iterator[record.Run]:
 
 
 def read(folder: Path, count: int) -> Record:
-    """Join the records of one run's ranks to the whole model's.
-
-    Raises:
-        RunError: a rank wrote nothing; the message is the last error of the run's log.
-    """
+    """Join the records of one run's ranks to the whole model's; RunError, with its last error, if one is missing."""
     paths = [folder / f"rank{rank}.pt" for rank in range(count)]
     if not all(path.exists() for path in paths):
         raise RunError(f"{folder.name}: {processes.last_error(folder / 'log')}")
@@ -140,7 +136,6 @@ def logged(log: Path) -> list[float]:
 
 
 def cells(bench: Bench, version: str) -> dict[str, Cell]:
-    """All columns of one release."""
     ran: dict[str, Loop] = {}
     failed: dict[str, Cell] = {}
     for kind, start in (("wheel", wheel_loop), ("tree", tree_loop)):
@@ -234,11 +229,7 @@ def _by_the_command(bench: Bench, loop: Loop, layout: str) -> list[float]:
 
 
 def _on(loop: Loop, layout: str) -> Record:
-    """The run with SimReg.
-
-    Raises:
-        RunError: a run failed, lambda 0 is not the plugin's absence bit for bit, or SimReg changes too little.
-    """
+    """The run with SimReg; RunError if one failed, lambda 0 changes a bit, or SimReg changes too little."""
     absent, zero, on = (loop.read(layout, variant) for variant in ("absent", "zero", "on"))
     if any(absent[key] != zero[key] for key in ("losses", "norms", "clipped", "params")):
         raise RunError(f"{layout}: lambda 0 differs from the plugin's absence")
@@ -248,10 +239,7 @@ def _on(loop: Loop, layout: str) -> Record:
 
 
 def value_apart(loop: Loop) -> float:
-    """Compare the logged SimReg with that of the states which the output layer was given, over steps and layouts.
-
-    Each step has a line, of that step alone.
-    """
+    """Compare the logged SimReg of each step with that of the states which the output layer was given."""
     differences = []
     for layout in _LAYOUTS:
         on = _on(loop, layout)

@@ -86,11 +86,7 @@ class Bench:
         python: str = sys.executable,
         timeout: float = 900,
     ) -> Path:
-        """Run one job; its log.
-
-        Raises:
-            RunError: it failed; the message is its last error.
-        """
+        """Run one job and return its log; RunError, with its last error, if it failed."""
         log = self.log(name)
         path = [releases.extras(self.cache)] + ([tree] if tree else [])
         env = {"SIMREG_VERSIONS_INPUT": str(self.cache / "input.pt")}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.versions.patched SCRIPT FLAGS`: a patched script on the CPU. The plugin must come from the patch."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

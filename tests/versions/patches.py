@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches for forks: which belongs to which tree, what it adds, and where it lands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -38,11 +36,7 @@ def scripts_of(patch: Path) -> list[str]:
 
 
 def check(patch: Path, tree: Path) -> None:
-    """Apply the patch to `tree`, which stays patched: lines are added at the entry point only, and can be taken back.
-
-    Raises:
-        PatchError: it does not apply, changes or removes a line, lands elsewhere, or does not come off.
-    """
+    """Apply the patch to `tree`; PatchError unless it adds lines at the entry point alone, and comes off."""
     before = {name: (tree / name).read_text(encoding="utf-8") for name in scripts_of(patch)}
     apply(patch, tree)
     for name, text in before.items():

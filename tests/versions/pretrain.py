@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pretraining script for the wheels that carry `megatron.training` (0.17 on): the tiny model, its weights, its text.
 
-Only `pretrain` itself differs: 0.17 parses the flags inside it, 0.18 takes a container of settings first, 0.19 moved
-the model's provider behind the forward step. The file of tests.versions.inputs is named by SIMREG_VERSIONS_INPUT.
+Only `pretrain` itself differs from release to release. SIMREG_VERSIONS_INPUT names the file of tests.versions.inputs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the ranks of one job as a user's launcher would, each a fresh Python with its own Megatron on the path."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -30,13 +28,9 @@ def run(
     timeout: float = 300,
     python: str = sys.executable,
 ) -> int:
-    """`PYTHON ARGUMENTS` on every rank; all output goes to `log`.
+    """`PYTHON ARGUMENTS` on every rank, with the folders of `path` before others; output goes to `log`.
 
-    Args:
-        path: folders before the interpreter's own packages.
-
-    Returns:
-        0 if every rank succeeded; else the status of the first that failed, or TIMED_OUT. The others are then ended.
+    Returns 0, the status of the first rank that failed, or TIMED_OUT; the others are then ended.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the kernel's port: no race for it

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of one Megatron's training loop, one after another: `python -m tests.versions.record FOLDER RUNS.json`.
 
-FOLDER holds the `megatron` to use, no other is. It is imported once: every rank of every run is a fork of this process.
-A run is a `Run` below as JSON. Its script runs as __main__ on the CPU, and OUT/rank<r>.pt then has, of every step, the
-loss and the gradient norm as Megatron reports them, what entered the output layer, and the norm of each parameter's
-gradient before and after clipping; and a digest of the parameters after the last one. OUT/log has what was printed.
+FOLDER holds the `megatron` to use; every rank of every `Run` is a fork of this process. OUT/rank<r>.pt has of every
+step the loss, the norm, what entered the output layer, and each gradient's norm before and after clipping; OUT/log what
+was printed.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ _TIMEOUT = 300.0  # seconds a run
 
 
 class Run(NamedTuple):
-    """One run of a script, with the plugin installed or without it."""
-
     out: str
     processes: int
     installed: bool

@@ -32,11 +32,7 @@ def tag_of(version: str) -> str:
 
 
 def installed(version: str, cache: Path, python: str = sys.executable) -> Path:
-    """The folder of megatron-core `version` below `cache`, filled by this Python's pip at the first call.
-
-    Raises:
-        ReleaseError: pip could not install it; the message is pip's last line.
-    """
+    """The folder of megatron-core `version` below `cache`, filled by this Python's pip; else ReleaseError."""
     folder = cache / ("core" if python == sys.executable else f"core-{python_version(python)}") / version
     if not (folder / "megatron" / "core").is_dir():
         _pip_install(f"megatron-core=={version}", folder=folder, python=python)
@@ -69,11 +65,7 @@ def _pip_install(*packages: str, folder: Path, python: str = sys.executable) -> 
 
 @cache
 def python_version(python: str) -> str:
-    """ "3.10.13", asked of the interpreter itself.
-
-    Raises:
-        ReleaseError: it does not answer.
-    """
+    """ "3.10.13", asked of the interpreter itself; ReleaseError if it does not answer."""
     return _answer(python, "import platform; print(platform.python_version())")
 
 
@@ -99,11 +91,7 @@ def line_of(version: str) -> str:
 
 
 def given_tree(version: str, sources: Path | None) -> Path | None:
-    """The source tree of this release: `sources` has it by its tag, or MEGATRON_PATH is one of its release line.
-
-    Raises:
-        ReleaseError: the tree in `sources` is of another line than its folder says.
-    """
+    """The source tree of this release in `sources` or MEGATRON_PATH; ReleaseError if it is another line's."""
     named = os.environ.get("MEGATRON_PATH")
     if named and _is_tree(Path(named)) and tree_line(Path(named)) == line_of(version):
         return Path(named)
@@ -129,10 +117,7 @@ def tree_line(tree: Path) -> str:
 
 
 def working_tree(version: str, sources: Path | None, cache: Path) -> Path | None:
-    """A copy of the source tree given for this release, with the compiled helper that it needs.
-
-    The given tree stays as it is. None where none is given.
-    """
+    """A copy of the source tree given for this release, if one is, with the compiled helper that it needs."""
     given = given_tree(version, sources)
     if given is None:
         return None

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of `python -m tests.versions`, a row for each release; what did not fit a cell stands below, numbered."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

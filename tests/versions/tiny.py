@@ -182,11 +182,7 @@ def whole(parts: Mapping[int, Tensor], name: str, shard: Shard) -> Tensor:
 
 @torch.no_grad()
 def load(chunks: list[Any], weights: Mapping[str, Tensor]) -> None:
-    """Give every parameter its part of the plain weights; scalars that SimReg trains stay where they start.
-
-    Raises:
-        KeyError: this release names a parameter otherwise.
-    """
+    """Give every parameter its part of the plain weights; scalars that SimReg trains stay where they start."""
     for name, parameter in named_parameters(chunks):
         if not name.startswith(PREFIX):
             parameter.copy_(part(weights[name], name, shard_of(parameter)))
@@ -195,12 +191,7 @@ def load(chunks: list[Any], weights: Mapping[str, Tensor]) -> None:
 def step(chunks: list[Any], layout: Layout, tokens: Tensor, mask: Tensor) -> list[float]:
     """Forward and backward of one global batch by Megatron's own schedule; gradients lie in `main_grad` after it.
 
-    Args:
-        tokens: [M, B, S + 1].
-        mask: [M, B, S], 0 where a token does not count.
-
-    Returns:
-        Mean language-model loss of each micro-batch; empty but on the last stage.
+    Tokens [M, B, S + 1] and mask [M, B, S] give the mean loss of each micro-batch, on the last stage alone.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

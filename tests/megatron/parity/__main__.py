@@ -6,8 +6,6 @@ With `--objective NAME`: of an objective that an installed package brings, in se
 Exit status 1 if a cell misses its expectation.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -42,32 +42,20 @@ class Bound:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: `layout` with `objective` against `reference`, which is one process with the same objective.
-
-    Attributes:
-        model: a key of runs.MODELS.
-        mode: flags that the reference has too.
-        reference: what the row is compared with, where that is not one plain process.
-        reference_objective: the reference's objective, where that is another one.
-        oracle: function of oracles.py applied to the reference.
-        breakage: function of breakage.py applied to the row.
-        setting: function of oracles.py applied to both sides.
-        must_fail: why the row must miss its bound; empty for all others.
-        core: part of the quick tests.
-    """
+    """One row: `layout` with `objective` against `reference`, which is one process with the same objective."""
 
     layout: Part
     objective: Part
-    model: str = "dense"
-    mode: Part = field(default_factory=lambda: part(""))
+    model: str = "dense"  # a key of runs.MODELS
+    mode: Part = field(default_factory=lambda: part(""))  # flags that the reference has too
     reference: Part = field(default_factory=lambda: part("1 process"))
     reference_objective: Part | None = None
-    oracle: str = ""
-    breakage: str = ""
-    setting: str = ""
-    must_fail: str = ""
+    oracle: str = ""  # function of oracles.py applied to the reference
+    breakage: str = ""  # function of breakage.py applied to the row
+    setting: str = ""  # function of oracles.py applied to both sides
+    must_fail: str = ""  # why the row must miss its bound; empty for all others
     bound: Bound = Bound(1e-6, 1e-5, 1e-5)
-    core: bool = False
+    core: bool = False  # part of the quick tests
 
     @property
     def name(self) -> str:

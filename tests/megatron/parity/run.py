@@ -20,8 +20,6 @@ _START = ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-iters", "0",
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a cell."""
-
     cell: Cell
     seconds: float
     difference: Difference | None = None
