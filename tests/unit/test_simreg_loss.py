@@ -14,7 +14,7 @@ from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels.torch import token_names
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._chunks import Block
-from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity
+from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
 from simreg_megatron.losses.simreg import _logits
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from simreg_megatron.parallel.layout import ShardLayout
@@ -316,3 +316,53 @@ def test_an_infinite_row_without_pairs_is_not_hidden(impl: str, dtype: torch.dty
     rows[1] = 1.0
     terms = simreg_loss(rows, labels, documents=documents, impl=impl, reduction="none")
     assert terms[0].isnan() and (impl == "tiled" or terms[1] == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype, autocast: bool) -> None:
+    rows, labels = random_tokens((2, 40, 16), num_labels=6, seed=2, dtype=dtype)
+    rows.requires_grad_()
+    exact = rows.detach().double().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = simreg_loss(rows, labels, temperature=0.05)
+    expected = simreg_loss(exact, labels, temperature=0.05)
+    loss.backward()
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert rows.grad.dtype == dtype
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    # The gradient is rounded once, on the way out.
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(rows.grad.double(), exact.grad, rtol=rounding, atol=1e-7)
+
+    units = unit_rows(rows.detach().float()).bfloat16()
+    logits = ((units @ units.mT).double() - 1) / 0.05
+    same = labels.unsqueeze(1) == labels.unsqueeze(2)
+    low = -torch.nn.functional.logsigmoid(
+        logits.masked_fill(~same, -math.inf).logsumexp(2) - logits.masked_fill(same, -math.inf).logsumexp(2)
+    ).mean()
+    assert abs(low / expected - 1) > 1e-4, "cosines in bfloat16 would be seen by this tolerance"
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_any_scale_fits_float32(scale: float) -> None:
+    rows, labels = fixture_f1(torch.float32)
+    rows = rows.requires_grad_()
+    scaled = (rows.detach() * scale).requires_grad_()
+    loss, expected = simreg_loss(scaled, labels, temperature=0.1), simreg_loss(rows, labels, temperature=0.1)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled.grad * scale, rows.grad, rtol=1e-4, atol=1e-7)
+    norm = scaled.detach().square().sum(dim=1).sqrt()
+    assert ((norm == 0) | norm.isinf()).all(), "without scaling the norm leaves float32"
+
+
+@REFERENCE_ALONE
+def test_learnable_trains_its_scalars() -> None:
+    rows, labels = fixture_f1()
+    scalars = tuple(torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(
+        lambda *given: simreg_loss(rows, labels, temperature=0.5, similarity="learnable", exponents=given), scalars
+    )

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import records, step_pairs
 from benchmarks.gpu import forms, tiles
 from benchmarks.records import RESULTS
-from tools import tables
+from tools import budget, tables
 from tools.tables import TABLES
 
 
@@ -45,3 +45,7 @@ def test_rows_of_a_gpu_name_their_card_versions_and_commit(folder: str) -> None:
     assert rows and facts["GPUs, memory, driver"]
     for name in ("machine", "commit", "torch", "megatron_core", "python"):
         assert {row[name] for row in rows} == {facts[name]}
+
+
+def test_no_room_has_outgrown_its_budget() -> None:
+    assert not budget.grown(budget.counted(), budget.allowed())
