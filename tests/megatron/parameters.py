@@ -42,8 +42,9 @@ def shard_of(name: str, parameter: Any) -> Shard:
 
     if not getattr(parameter, "tensor_model_parallel", False):
         return -1, 0, 1
-    kind = "expert_tensor" if _EXPERT.search(name) else "tensor_model"
-    group = getattr(parallel_state, f"get_{kind}_parallel_group")()
+    group = parallel_state.get_tensor_model_parallel_group()
+    if _EXPERT.search(name):
+        group = parallel_state.get_expert_tensor_parallel_group()
     return (parameter.partition_dim, group.rank(), group.size()) if group.size() > 1 else (-1, 0, 1)
 
 
