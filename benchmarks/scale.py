@@ -3,11 +3,10 @@
 
 The plugin's own code runs a micro-batch forward and backward as every rank that shares its sequences, one after the
 other, on tensors that have a device (CUDA) and no memory, in process groups of up to 1024 ranks that move nothing.
-Every collective is kept with its bytes, and compared with those of its partners. Bytes received are those that come
-from other ranks if each part is sent once (as in a ring); memory is the peak of the step without the model's own
-tensors, with the gradient of the rank's rows, on the rank that receives most. Where a rank has more
-than MOST_PAIRS pairs its tiles are left out: launches are not counted, and memory lacks what tiles take, which the
-budget in simreg_megatron/kernels/torch.py bounds.
+Every collective is kept with its bytes. Bytes received are those that come from other ranks if each part is sent once
+(as in a ring); memory is the peak of the step without the model's own tensors, with the gradient of the rank's rows, on
+the rank that receives most. Where a rank has more than MOST_PAIRS pairs, memory lacks what tiles take, which the budget
+in simreg_megatron/kernels/torch.py bounds.
 """
 
 from __future__ import annotations
@@ -27,13 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import records
 from benchmarks.emulation import LiveBytes
 from benchmarks.fake_autograd import backward
-from benchmarks.fake_ranks import Call, Collectives, HostTensors, Layout, as_rank
-from benchmarks.launches import Trace
-from benchmarks.partners import disagreements, mismatches
+from benchmarks.fake_ranks import Call, Collectives, Layout, as_rank
 from benchmarks.records import Record
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import torch as tiles
-from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, ShardLayout, row_plan
+from simreg_megatron.parallel.layout import Rank, ShardLayout
 from simreg_megatron.plugin.term import Regularizer
 
 LAYOUTS = (
@@ -95,18 +92,8 @@ class Sent(NamedTuple):
         return sum(call.received for call in self.calls)
 
 
-class Cost(NamedTuple):
-    """Further costs of SimReg on one rank in a micro-batch."""
-
-    memory: int  # bytes
-    launches: int
-    flops: int
-    syncs: int
-    host: list[str]  # operators that touch a tensor of the host
-
-
-def sent_by(case: Case, rank: Rank, *, data: int = 0) -> Sent:
-    with as_rank(case.layout, rank, data=data) as groups, _tiles_shut(), FakeTensorMode():
+def sent_by(case: Case, rank: Rank) -> Sent:
+    with as_rank(case.layout, rank) as groups, _tiles_shut(), FakeTensorMode():
         add = _regularized(case, rank, groups)
         with Collectives() as in_forward:
             result = add()
@@ -115,15 +102,14 @@ def sent_by(case: Case, rank: Rank, *, data: int = 0) -> Sent:
     return Sent(in_forward.calls, in_backward.calls)
 
 
-def cost_of(case: Case, rank: Rank, *, tiles: bool = True) -> Cost:
-    """Without its tiles, whose number grows with that of the pairs, only what is outside them is looked at."""
+def memory_of(case: Case, rank: Rank, *, tiles: bool = True) -> int:
+    """Peak of bytes; without its tiles, whose number grows with that of the pairs, of what is outside them."""
     with as_rank(case.layout, rank) as groups, contextlib.nullcontext() if tiles else _tiles_shut(), FakeTensorMode():
         add = _regularized(case, rank, groups)
-        with LiveBytes() as live, HostTensors() as host, Trace() as counted:
+        with LiveBytes() as live:
             result = add()
             backward(result, torch.ones_like(result))
-        counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
-    return Cost(live.most, counted.launches, counted.multiplied, counted.syncs, host.names)
+    return live.most
 
 
 def _regularized(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tensor]:
@@ -174,23 +160,15 @@ def cases() -> Iterator[Case]:
                 yield Case(layout, batch, length, width, chunk)
 
 
-def plans_of(case: Case) -> dict[Rank, RowPlan]:
-    return {rank: row_plan(case.shard, rank, Cutting(case.chunk)) for rank in case.layout.ranks_of_a_sequence}
-
-
 def sent_by_all(case: Case) -> dict[Rank, Sent]:
-    """By every rank that shares the sequences, after their plans and their collectives were found to fit.
+    """By every rank that shares the sequences.
 
     Raises:
-        RuntimeError: two ranks do not fit together.
+        RuntimeError: two ranks do not make the same collectives in the same order.
     """
     sent = {rank: sent_by(case, rank) for rank in case.layout.ranks_of_a_sequence}
-    wrong = [*disagreements(case.shard, plans_of(case))]
-    wrong += mismatches({case.layout.number(rank): found.calls for rank, found in sent.items()})
     if len({tuple(described(case, rank, found.calls, sizes=False)) for rank, found in sent.items()}) > 1:
-        wrong.append("ranks make their collectives in different orders")
-    if wrong:
-        raise RuntimeError(f"{case}: {wrong[0]}")
+        raise RuntimeError(f"{case}: ranks make their collectives in different orders")
     return sent
 
 
@@ -212,17 +190,14 @@ def row_of(case: Case) -> dict[str, Any]:
     rank = max(by_rank, key=lambda each: by_rank[each].received)
     pairs = case.batch * case.shard.context_tokens // case.layout.tensor * (case.chunk or case.length)
     walks = pairs <= MOST_PAIRS
-    sent, cost = by_rank[rank], cost_of(case, rank, tiles=walks)
-    in_view = sum(last - first for first, last in plans_of(case)[rank].needs)
+    sent = by_rank[rank]
     return {
         "layout": str(case.layout), "ranks": case.layout.num_ranks, "batch": case.batch, "tokens": case.length,
         "width": case.width, "chunk": case.chunk or "whole", "context_rank": rank[0], "tensor_rank": rank[1],
         "collectives": len(sent.calls), "bytes_received": sent.received,
         "forward": "; ".join(described(case, rank, sent.forward)),
         "backward": "; ".join(described(case, rank, sent.backward)), "log_step": _in_log_step(case, rank, sent),
-        "rows_in_view_mib": f"{in_view * case.batch * case.width * 2 / 2**20:.1f}", "tiles": "yes" if walks else "no",
-        "memory_mib": f"{cost.memory / 2**20:.1f}", "launches": cost.launches if walks else "",
-        "gflop": f"{cost.flops / 1e9:.1f}" if walks else "", "syncs": cost.syncs, "host_tensors": len(cost.host),
+        "tiles": "yes" if walks else "no", "memory_mib": f"{memory_of(case, rank, tiles=walks) / 2**20:.1f}",
     }  # fmt: skip
 
 
@@ -244,9 +219,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield ""
     yield "Collectives are those of the forward + those of the backward."
     yield ""
-    columns = "collectives | MiB received | MiB of memory | launches"
+    columns = "collectives | MiB received | MiB of memory"
     yield f"| layout | ranks | micro-batch | chunks of 1024: {columns} | whole sequences: {columns} |"
-    yield "| --- " * 11 + "|"
+    yield "| --- " * 9 + "|"
     by_size: dict[tuple[str, ...], dict[str, Record]] = {}
     for line in lines:
         size = f"{line['batch']} x {line['tokens']} x {line['width']}"
@@ -259,7 +234,7 @@ def table(lines: list[Record]) -> Iterator[str]:
 def _cells(line: Record) -> tuple[str, ...]:
     in_forward, in_backward = (len(list(filter(None, line[name].split(";")))) for name in ("forward", "backward"))
     received = int(line["bytes_received"]) / 2**20
-    return f"{in_forward} + {in_backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}", line["launches"]
+    return f"{in_forward} + {in_backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}"
 
 
 def main() -> None:
