@@ -46,15 +46,9 @@ FORMS = ("tiled", "triton")
 BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16
 _RESERVES = ("empty", "new_empty", "_local_scalar_dense", "_assert_async")
 _LOOKS = (
-    "profiler.",
-    "prim.",
-    "aten.promote_types",
-    "aten.detach",
-    "aten.lift_fresh",
-    "aten._unsafe_view",
-    "aten.alias",
+    "profiler.", "prim.", "aten.promote_types", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.alias",
     "aten._reshape_alias",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -201,23 +195,16 @@ def cases() -> Iterator[Case]:
         yield Case("one long sequence", 1, 32768, 4096, chunk=1024, form=form)
 
 
-def share(case: Case, seconds: float) -> float | None:
-    """Return the share of the micro-batch's own time."""
-    if not case.weights:
-        return None
-    return seconds * PEAK * SHARE_OF_PEAK / (6 * case.weights * case.batch * case.length)
-
-
 def rows() -> Iterator[dict[str, Any]]:
     for case in cases():
         found = trace(case)
-        part = share(case, found.seconds)
+        own_seconds = 6 * case.weights * case.batch * case.length / (PEAK * SHARE_OF_PEAK)  # of the micro-batch
         yield {
             "preset": case.name, "batch": case.batch, "tokens": case.length, "width": case.width,
             "chunk": case.chunk or "whole", "impl": case.form, "log_step": "yes" if case.logs else "no",
             "launches": found.launches, "moved_mib": f"{found.moved / 2**20:.0f}",
             "gflop": f"{found.multiplied / 1e9:.1f}", "syncs": found.syncs, "model_ms": f"{found.seconds * 1e3:.3f}",
-            "share": "" if part is None else f"{part:.4f}",
+            "share": f"{found.seconds / own_seconds:.4f}" if case.weights else "",
         }  # fmt: skip
 
 
@@ -229,17 +216,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     for line in lines:
         size = f"{line['batch']} x {line['tokens']} x {line['width']}"
         part = f"{100 * float(line['share']):.2f} %" if line["share"] else ""
-        cells = (
-            line["preset"],
-            size,
-            *(line[name] for name in ("chunk", "impl", "log_step", "launches", "moved_mib", "gflop")),
-        )
-        yield f"| {' | '.join(cells)} | {line['model_ms']} | {part} |"
-
-
-def main() -> None:
-    records.command("launches", __doc__, rows, table)
+        counts = (line[name] for name in ("chunk", "impl", "log_step", "launches", "moved_mib", "gflop", "model_ms"))
+        yield f"| {' | '.join((line['preset'], size, *counts, part))} |"
 
 
 if __name__ == "__main__":
-    main()
+    records.command("launches", __doc__, rows, table)

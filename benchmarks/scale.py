@@ -237,9 +237,5 @@ def _cells(line: Record) -> tuple[str, ...]:
     return f"{in_forward} + {in_backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}"
 
 
-def main() -> None:
-    records.command("scale", __doc__, rows, table)
-
-
 if __name__ == "__main__":
-    main()
+    records.command("scale", __doc__, rows, table)
