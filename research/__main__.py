@@ -15,7 +15,7 @@ from pathlib import Path
 
 from research import analyse, figures, pages
 from research.plan import Entry, Plan, ResearchError, entries_of, plan_names, read_plan
-from research.run import Runner, Store, command_of, give_way, open_dataset
+from research.run import Runner, Store, command_of, open_dataset
 from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
 from simreg_megatron.notices import SentenceError
 
@@ -68,8 +68,10 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.low_priority:
-        give_way()
+    if options.low_priority:  # with all that it starts
+        os.nice(19)
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     failed = 0
     for name in options.plans:
         plan = _asked(read_plan(name), options)
