@@ -176,7 +176,7 @@ def _keep(options: argparse.Namespace) -> int:
         if not found:
             for old in (KEPT / "unfinished").glob(f"{name}[.-]*"):
                 old.unlink()
-    pages.write_tables()
+    pages.write_pages()
     return 0
 
 
