@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from research import analyse, figures, pages
+from research import analyse, pages
 from research.plan import Entry, Plan, ResearchError, entries_of, plan_names, read_plan
 from research.run import Runner, Store, command_of, open_dataset
 from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
@@ -38,9 +38,7 @@ def main() -> int:
     run.add_argument("--dry-run", action="store_true", help="print the commands and stop")
     run.add_argument("--low-priority", action="store_true", help="run only when the processor is otherwise idle")
     run.set_defaults(work=_run)
-    report = commands.add_parser(
-        "report", help="print the verdict on every claim, and draw a figure of each experiment"
-    )
+    report = commands.add_parser("report", help="print the verdict on every claim")
     report.add_argument("folder", type=Path, help="the --output folder of `run`")
     report.set_defaults(work=_report)
     keep = commands.add_parser(
@@ -148,13 +146,11 @@ def _with_kept_searches(tables: dict[str, Table]) -> dict[str, Table]:
 def _report(options: argparse.Namespace) -> int:
     tables = read_tables(options.folder)
     verdicts = []
-    for name, table in tables.items():
+    for name in tables:
         verdicts += _tell(name, _with_kept_searches(tables))
-        figures.draw(table).savefig(options.folder / f"{name}.png")
     words = Counter(verdict.word for verdict in verdicts)
     sure = len(pages.surest(verdicts))
     print(f"{', '.join(f'{count} {word.lower()}' for word, count in words.items())}; {sure} tests decided after Holm")
-    print(f"Figures: {options.folder}/*.png")
     return 0
 
 
