@@ -55,7 +55,7 @@ def welch(arm: Sequence[float], than: Sequence[float], side: str = "two-sided") 
 
 
 def contrast(*parts: tuple[float, Sequence[float]], side: str = "two-sided") -> Welch:
-    """Sum weight * mean over groups, with Satterthwaite's degrees of freedom; with a value that is not finite, undecided."""
+    """Sum weight * mean over groups, with Satterthwaite's degrees of freedom; undecided where a value is not finite."""
     from scipy import stats
 
     difference = sum(weight * mean(values) for weight, values in parts)

@@ -138,12 +138,12 @@ class Runner:
     threads: int
 
     def train(self, runs: Sequence[Run], changed: Callable[[], None]) -> list[Run]:
-        """Train what has not ended; call `changed` after each end; return the runs that failed.
+        """Train the runs; call `changed` after the end of each; return those that failed.
 
         Raises:
             KeyboardInterrupt: all that was running is stopped; the same call resumes.
         """
-        waiting, failed = [run for run in runs if self.store.result(run) is None], []
+        waiting, failed = list(runs), []
         running: list[tuple[Run, subprocess.Popen, int]] = []
         try:
             while waiting or running:
