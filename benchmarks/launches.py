@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -145,28 +145,39 @@ def _flops_of_kernel(kernel: Any, arguments: Sequence[Any], constants: dict[str,
 def trace(case: Case) -> Trace:
     """One micro-batch, forward and backward, with the default settings but for the form."""
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    model = SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=False, hidden_size=case.width),
-        pg_collection=SimpleNamespace(tp=group, cp=group, dp_cp=group),
-        share_embeddings_and_output_weights=False,
-    )
-    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl=case.form))
-    regularizer.metrics.wants_geometry = case.logs
+    groups = SimpleNamespace(tp=group, cp=group, dp_cp=group)
+    config = SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl=case.form)
     trace = Trace()
     with FakeTensorMode(), _kernels_launched_by(trace):
-        cuda = {"device": "cuda"}
-        hidden = torch.empty(case.length, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
-        labels = torch.empty(case.batch, case.length, dtype=torch.int64, **cuda)
-        mask = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda)
-        loss = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda).requires_grad_()
-        head = torch.empty(ASSUMED_VOCABULARY, case.width, dtype=torch.bfloat16, **cuda)
-        model.output_layer = SimpleNamespace(weight=head)  # of which a log step takes margins
-        regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
+        shape = case.length, case.batch, case.width
+        step = step_of(config, groups, shape, case.length, ASSUMED_VOCABULARY, case.logs)
         with trace as counted:
-            result = regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
+            result = step()
             backward(result, torch.ones_like(result))
         counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
     return counted
+
+
+def step_of(
+    config: SimRegConfig, groups: SimpleNamespace, shape: tuple[int, int, int], tokens: int, vocabulary: int, logs: bool
+) -> Callable[[], Tensor]:
+    """Prepare the plugin's step of hidden states [rows, b, width] and labels [b, tokens]."""
+    rows, batch, width = shape
+    with torch.device("cuda"):
+        hidden = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+        labels, mask = torch.empty(batch, tokens, dtype=torch.int64), torch.empty(batch, tokens)
+        loss = torch.empty(batch, tokens, requires_grad=True)
+        head = torch.empty(vocabulary, width, dtype=torch.bfloat16)
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=rows < tokens, hidden_size=width),
+        pg_collection=groups,
+        share_embeddings_and_output_weights=False,
+        output_layer=SimpleNamespace(weight=head),
+    )
+    regularizer = Regularizer(config)
+    regularizer.metrics.wants_geometry = logs
+    regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
+    return lambda: regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
 
 
 @contextlib.contextmanager

@@ -27,11 +27,12 @@ from benchmarks import records
 from benchmarks.emulation import LiveBytes
 from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import Call, Collectives, Layout, as_rank
+from benchmarks.launches import step_of
 from benchmarks.records import Record
+from launch.dry_run import ASSUMED_VOCABULARY
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.parallel.layout import Rank, ShardLayout
-from simreg_megatron.plugin.term import Regularizer
 
 LAYOUTS = (
     Layout(tensor=8),
@@ -48,7 +49,6 @@ SIZES = ((16, 2048, 1024), (2, 2048, 4096), (1, 8192, 4096), (1, 32768, 8192), (
 CHUNKS = (1024, 0)
 BETWEEN = 8192
 """Tokens in a chunk, where sequences are long enough to ask for something between the two."""
-VOCABULARY = 32000
 MOST_PAIRS = 1 << 30
 """Of a rank, whose tiles are gone through one by one in a minute."""
 LONGEST_LOGGED = 8192
@@ -94,9 +94,9 @@ class Sent(NamedTuple):
 
 def sent_by(case: Case, rank: Rank) -> Sent:
     with as_rank(case.layout, rank) as groups, _tiles_shut(), FakeTensorMode():
-        add = _regularized(case, rank, groups)
+        step = _step(case, rank, groups)
         with Collectives() as in_forward:
-            result = add()
+            result = step()
         with Collectives() as in_backward:
             backward(result, torch.ones_like(result))
     return Sent(in_forward.calls, in_backward.calls)
@@ -105,40 +105,18 @@ def sent_by(case: Case, rank: Rank) -> Sent:
 def memory_of(case: Case, rank: Rank, *, tiles: bool = True) -> int:
     """Peak of bytes; without its tiles, whose number grows with that of the pairs, of what is outside them."""
     with as_rank(case.layout, rank) as groups, contextlib.nullcontext() if tiles else _tiles_shut(), FakeTensorMode():
-        add = _regularized(case, rank, groups)
+        step = _step(case, rank, groups)
         with LiveBytes() as live:
-            result = add()
+            result = step()
             backward(result, torch.ones_like(result))
     return live.most
 
 
-def _regularized(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tensor]:
-    """The plugin's step of a micro-batch, ready to run."""
-    hidden, labels, mask, loss = _micro_batch(case, rank)
-    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl="tiled"))
-    regularizer.metrics.wants_geometry = case.logs
-    regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
-    model = _model(case, groups)
-    return lambda: regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
-
-
-def _micro_batch(case: Case, rank: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _step(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tensor]:
+    config = SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl="tiled")
     rows = sum(last - first for first, last in case.shard.held(rank))
-    per_token = case.batch, case.shard.context_tokens
-    cuda: dict[str, Any] = {"device": "cuda"}
-    hidden = torch.empty(rows, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
-    labels = torch.empty(per_token, dtype=torch.int64, **cuda)
-    return hidden, labels, torch.empty(per_token, **cuda), torch.empty(per_token, **cuda).requires_grad_()
-
-
-def _model(case: Case, groups: SimpleNamespace) -> SimpleNamespace:
-    """Build the attributes of a GPTModel that SimReg reads."""
-    head = torch.empty(VOCABULARY // case.layout.tensor, case.width, dtype=torch.bfloat16, device="cuda")
-    return SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=case.layout.sequence_parallel, hidden_size=case.width),
-        pg_collection=groups,
-        output_layer=SimpleNamespace(weight=head),
-    )
+    vocabulary = ASSUMED_VOCABULARY // case.layout.tensor
+    return step_of(config, groups, (rows, case.batch, case.width), case.shard.context_tokens, vocabulary, case.logs)
 
 
 @contextlib.contextmanager
