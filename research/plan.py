@@ -240,7 +240,6 @@ class Run:
 class Entry:
     """A run in its place in an experiment; `trial` counts from 1, and is 0 where nothing is searched."""
 
-    experiment: str
     arm: str
     size: int | str
     tokens_per_parameter: float
@@ -269,7 +268,7 @@ def entries_of(plan: Plan, data: str, settings: Settings, *, quick: bool = False
                 trials, tuned = arm.trials_of(size), settings(arm.tuned_as, size) if arm.tuned_as else {}
                 own = {**tuned, **arm.flags, **(trials[trial] if trials else {}), "seed": str(seed)}
                 run = _run_of(plan, size, length * arm.length, own, data, quick=quick)
-                found.append(Entry(plan.name, arm.name, size, length, seed, trial + 1 if trials else 0, run))
+                found.append(Entry(arm.name, size, length, seed, trial + 1 if trials else 0, run))
     return found
 
 

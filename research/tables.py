@@ -94,7 +94,7 @@ def write_table(folder: Path, plan: Plan, results: Iterable[tuple[Entry, Row, Cu
     for entry, row, _ in results:
         run = entry.run
         place = {
-            "experiment": entry.experiment, "arm": entry.arm, "size": entry.size, "seed": entry.seed,
+            "experiment": plan.name, "arm": entry.arm, "size": entry.size, "seed": entry.seed,
             "trial": entry.trial, "tokens_per_parameter": f"{entry.tokens_per_parameter:g}", "steps": run.steps,
             "flags": run.words, "tokens": run.steps * run.step_tokens, "data": run.data, "run": run.digest[:16],
         }  # fmt: skip
