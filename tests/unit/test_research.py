@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -34,14 +35,7 @@ PLAN = {
 
 def test_a_plan_becomes_runs_of_the_launcher() -> None:
     entries = entries_of(plan_of(PLAN), "text", lambda arm, size: {})
-    assert [(entry.arm, entry.seed) for entry in entries] == [
-        ("a", 1),
-        ("b", 1),
-        ("a", 2),
-        ("b", 2),
-        ("a", 3),
-        ("b", 3),
-    ]
+    assert [(entry.seed, entry.arm) for entry in entries] == [*itertools.product((1, 2, 3), "ab")]
     flags = dict(entries[1].run.flags)
     assert (
         flags["lr"] == "0.002" and flags["min-lr"] == "0.0002" and flags["adagc"] == "" and flags["hidden-size"] == "32"
