@@ -2,13 +2,12 @@
 """`python -m benchmarks [--device cuda] [--output FOLDER]`: the cost of the loss, compared with other implementations.
 
 Every size is measured in a process of its own, in which the losses take turns: ratios within a size are of one run on
-one machine and can be compared; seconds of two sizes or two runs cannot. Writes DEVICE.csv, DEVICE.md and DEVICE.png.
+one machine and can be compared; seconds of two sizes or two runs cannot. Writes DEVICE.csv and DEVICE.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import multiprocessing
 import platform
@@ -16,13 +15,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from benchmarks import plot
+from benchmarks import records
 from benchmarks.cases import Size
 from benchmarks.measure import Row, gemm_multiply_adds_per_second, measured
 from tools import tables
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--longest", type=int, metavar="N", help="leave out longer sequences")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write the rows, the table and the plot here")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write the rows and the table here")
     options = parser.parse_args()
     device, dtype = options.device, DTYPES[options.device]
     torch.set_num_threads(1)
@@ -58,10 +58,8 @@ def main() -> None:
     text = "\n".join(_table(rows, device, peak)) + "\n"
     console.print(Markdown(text))
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
+        records.write(options.output / f"{device}.csv", _lines(rows, device, peak))
         options.output.joinpath(f"{device}.md").write_text(text, encoding="utf-8")
-        _write_csv(options.output / f"{device}.csv", rows, device, peak)
-        plot.draw(rows, options.output / f"{device}.png", title=_machine(device))
 
 
 def _in_own_process(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
@@ -111,24 +109,16 @@ def _table(rows: Iterable[Row], device: str, peak: float) -> Iterator[str]:
             yield f"| {row.size} | Inf-CL, by formula | {seconds * 1e3:.1f} | {ratio:.2f} | | | | | | 1 |"
 
 
-def _write_csv(path: Path, rows: Iterable[Row], device: str, peak: float) -> None:
-    common = {
-        "date": datetime.date.today(), "machine": _machine(device), "python": platform.python_version(),
-        "torch": torch.__version__, "gemm_gflops": round(2e-9 * peak, 1),
-    }  # fmt: skip
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = None
-        for row in rows:
-            values = {
-                **common, "batch": row.size.batch, "tokens": row.size.length, "width": row.size.width,
-                "loss": row.loss, "pass": "forward+backward" if row.backward else "forward", "seconds": row.seconds,
-                "extra_bytes": row.extra_bytes, "loss_error": row.loss_error, "gradient_error": row.gradient_error,
-                "multiply_adds": row.multiply_adds, "remark": row.remark,
-            }  # fmt: skip
-            if writer is None:
-                writer = csv.DictWriter(file, list(values))
-                writer.writeheader()
-            writer.writerow(values)
+def _lines(rows: Iterable[Row], device: str, peak: float) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        yield {
+            "date": datetime.date.today(), "machine": _machine(device), "python": platform.python_version(),
+            "torch": torch.__version__, "gemm_gflops": round(2e-9 * peak, 1), "batch": row.size.batch,
+            "tokens": row.size.length, "width": row.size.width, "loss": row.loss,
+            "pass": "forward+backward" if row.backward else "forward", "seconds": row.seconds,
+            "extra_bytes": row.extra_bytes, "loss_error": row.loss_error, "gradient_error": row.gradient_error,
+            "multiply_adds": row.multiply_adds, "remark": row.remark,
+        }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from simreg_megatron.kernels.contrast import _ContrastTerms
-from simreg_megatron.losses._chunks import usable_tokens
-from simreg_megatron.losses.roles import token_roles
-from simreg_megatron.losses.simreg import with_roles
+from benchmarks.fake_autograd import backward
+from simreg_megatron.losses import simreg_loss
 
 
 class LiveBytes(TorchDispatchMode):
@@ -46,34 +44,17 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class _Context:
-    """Stand-in for autograd's context; torch refuses to run a function itself on a device that is not here."""
-
-    needs_input_grad = (True,)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-
 def predicted_bytes(
     batch: int, length: int, width: int, *, chunk_size: int, dtype: torch.dtype, device: str, impl: str = "tiled"
 ) -> int:
     """Return the peak memory, without inputs and gradient, of a forward and backward of the loss, without computing it.
 
-    Every tile is gone through with tensors that have no memory, so this counts what the code asks for. Chunks must
-    divide the sequence.
+    Every tile is gone through with tensors that have no memory, so this counts what the code asks for.
     """
-    chunk = chunk_size or length
     with FakeTensorMode():
-        rows = torch.empty(batch, length, width, dtype=dtype, device=device)
+        rows = torch.empty(batch, length, width, dtype=dtype, device=device, requires_grad=True)
         labels = torch.empty(batch, length, dtype=torch.int64, device=device)
         with LiveBytes() as live:
-            context, usable = _Context(), usable_tokens(rows, labels, None)
-            roles = token_roles(labels, usable, chunk_size=chunk_size, dtype=torch.promote_types(dtype, torch.float32))
-            tokens = [part.unflatten(1, (-1, chunk)) for part in (rows, labels, usable)]
-            found = _ContrastTerms.forward(context, *tokens, None, 0.01, impl)
-            terms = with_roles(found.flatten(1), roles)
-            del tokens, usable
-            grad = _ContrastTerms.backward(context, torch.ones_like(terms).view_as(found))[0]
-            assert grad is not None and grad.shape[1:] == (length // chunk, chunk, width)
+            loss = simreg_loss(rows, labels, chunk_size=chunk_size, impl=impl)
+            backward(loss, torch.ones_like(loss))
     return live.most - rows.nbytes

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -42,10 +42,9 @@ class Layout:
         """(context rank, tensor rank) of those that share the sequences of a micro-batch."""
         return list(itertools.product(range(self.context), range(self.tensor)))
 
-    def number(self, rank: Rank, data: int = 0, pipeline: int = -1) -> int:
-        """The rank of the whole run; pipeline stages may be counted from the last one, where the loss is."""
-        stage = pipeline % self.pipeline
-        return rank[1] + self.tensor * (rank[0] + self.context * (data + self.data * stage))
+    def number(self, rank: Rank, data: int = 0) -> int:
+        """The rank of the whole run, on the last pipeline stage, where the loss is."""
+        return rank[1] + self.tensor * (rank[0] + self.context * (data + self.data * (self.pipeline - 1)))
 
     def __str__(self) -> str:
         sizes = {"CP": self.context, "PP": self.pipeline, "DP": self.data}
@@ -54,7 +53,7 @@ class Layout:
 
 
 @contextlib.contextmanager
-def as_rank(layout: Layout, rank: Rank, *, data: int = 0) -> Iterator[SimpleNamespace]:
+def as_rank(layout: Layout, rank: Rank) -> Iterator[SimpleNamespace]:
     """The groups of one rank of the last pipeline stage, as Megatron's models carry them: tp, cp, tp_cp, dp_cp.
 
     Raises:
@@ -64,10 +63,10 @@ def as_rank(layout: Layout, rank: Rank, *, data: int = 0) -> Iterator[SimpleName
         raise RuntimeError("this process has a process group: end it first")
 
     def group_of(members: list[Rank]) -> dist.ProcessGroup:
-        return dist.new_group([layout.number(member, data) for member in members])
+        return dist.new_group([layout.number(member) for member in members])
 
     context, tensor = rank
-    dist.init_process_group("fake", rank=layout.number(rank, data), world_size=layout.num_ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=layout.number(rank), world_size=layout.num_ranks, store=FakeStore())
     try:
         replicas = itertools.product(range(layout.context), range(layout.data))
         yield SimpleNamespace(
@@ -80,25 +79,12 @@ def as_rank(layout: Layout, rank: Rank, *, data: int = 0) -> Iterator[SimpleName
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Call:
-    """A collective as one rank makes it.
-
-    Attributes:
-        kind: all-gather, all-to-all, ...
-        ranks: of its group.
-        size: bytes of the tensor that this rank hands in; of an all-to-all, to all ranks.
-        received: bytes that come from other ranks, where each part is sent once (rings).
-        sends: of an all-to-all, bytes to each rank of the group; else empty.
-        receives: likewise, from each.
-    """
+class Call(NamedTuple):
+    """A collective as one rank makes it: its kind, the ranks of its group, and the bytes that come from other ranks."""
 
     kind: str
     ranks: tuple[int, ...]
-    size: int
     received: int
-    sends: tuple[int, ...] = ()
-    receives: tuple[int, ...] = ()
 
 
 class Collectives(TorchDispatchMode):
@@ -115,52 +101,26 @@ class Collectives(TorchDispatchMode):
 
 
 def _call(func: Any, args: Any) -> Call:
+    """Describe a collective; each part of it is sent once, as in a ring."""
     name = func.overloadpacket.__name__
-    if name not in _KINDS:
-        raise NotImplementedError(f"the collective {name} is new here: say in {__name__} what it sends")
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-    group = dist.ProcessGroup.unbox(given["process_group"])
-    return _KINDS[name](given, tuple(dist.get_process_group_ranks(group)))
-
-
-def _all_reduce(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
-    size = _bytes(given["tensors"])
-    return Call("all-reduce", ranks, size, 2 * size * (len(ranks) - 1) // len(ranks))
-
-
-def _all_gather(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
-    size = _bytes(given["input_tensor"])
-    return Call("all-gather", ranks, size, size * (len(ranks) - 1))
-
-
-def _reduce_scatter(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
-    size = _bytes(given["input_tensor"])
-    return Call("reduce-scatter", ranks, size, size * (len(ranks) - 1) // len(ranks))
-
-
-def _all_to_all(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
-    sends = _in_bytes(given["input"], given["input_split_sizes"])
-    receives = _in_bytes(given["output"], given["output_split_sizes"])
-    own = ranks.index(dist.get_rank())
-    return Call("all-to-all", ranks, _bytes(given["input"]), sum(receives) - receives[own], sends, receives)
-
-
-_KINDS: dict[str, Callable[[dict[str, Any], tuple[int, ...]], Call]] = {
-    "allreduce_": _all_reduce,
-    "_allgather_base_": _all_gather,
-    "_reduce_scatter_base_": _reduce_scatter,
-    "alltoall_base_": _all_to_all,
-}
+    ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"])))
+    number = len(ranks)
+    if name == "allreduce_":
+        return Call("all-reduce", ranks, 2 * _bytes(given["tensors"]) * (number - 1) // number)
+    if name == "_allgather_base_":
+        return Call("all-gather", ranks, _bytes(given["input_tensor"]) * (number - 1))
+    if name == "_reduce_scatter_base_":
+        return Call("reduce-scatter", ranks, _bytes(given["input_tensor"]) * (number - 1) // number)
+    if name == "alltoall_base_":
+        sizes = list(given["output_split_sizes"])
+        del sizes[ranks.index(dist.get_rank())]
+        return Call("all-to-all", ranks, sum(sizes) * given["output"][:1].nbytes)
+    raise NotImplementedError(f"the collective {name} is new here: say in {__name__} what it sends")
 
 
 def _bytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
-
-
-def _in_bytes(tensor: Tensor, split_sizes: list[int]) -> tuple[int, ...]:
-    """Return the bytes of each part of the rows."""
-    row = tensor[:1].nbytes if len(tensor) else 0
-    return tuple(size * row for size in split_sizes)
 
 
 class HostTensors(TorchDispatchMode):

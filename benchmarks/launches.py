@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -46,15 +46,9 @@ FORMS = ("tiled", "triton")
 BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16
 _RESERVES = ("empty", "new_empty", "_local_scalar_dense", "_assert_async")
 _LOOKS = (
-    "profiler.",
-    "prim.",
-    "aten.promote_types",
-    "aten.detach",
-    "aten.lift_fresh",
-    "aten._unsafe_view",
-    "aten.alias",
+    "profiler.", "prim.", "aten.promote_types", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.alias",
     "aten._reshape_alias",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,28 +145,39 @@ def _flops_of_kernel(kernel: Any, arguments: Sequence[Any], constants: dict[str,
 def trace(case: Case) -> Trace:
     """One micro-batch, forward and backward, with the default settings but for the form."""
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    model = SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=False, hidden_size=case.width),
-        pg_collection=SimpleNamespace(tp=group, cp=group, dp_cp=group),
-        share_embeddings_and_output_weights=False,
-    )
-    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl=case.form))
-    regularizer.metrics.wants_geometry = case.logs
+    groups = SimpleNamespace(tp=group, cp=group, dp_cp=group)
+    config = SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl=case.form)
     trace = Trace()
     with FakeTensorMode(), _kernels_launched_by(trace):
-        cuda = {"device": "cuda"}
-        hidden = torch.empty(case.length, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
-        labels = torch.empty(case.batch, case.length, dtype=torch.int64, **cuda)
-        mask = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda)
-        loss = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda).requires_grad_()
-        head = torch.empty(ASSUMED_VOCABULARY, case.width, dtype=torch.bfloat16, **cuda)
-        model.output_layer = SimpleNamespace(weight=head)  # of which a log step takes margins
-        regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
+        shape = case.length, case.batch, case.width
+        step = step_of(config, groups, shape, case.length, ASSUMED_VOCABULARY, case.logs)
         with trace as counted:
-            result = regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
+            result = step()
             backward(result, torch.ones_like(result))
         counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
     return counted
+
+
+def step_of(
+    config: SimRegConfig, groups: SimpleNamespace, shape: tuple[int, int, int], tokens: int, vocabulary: int, logs: bool
+) -> Callable[[], Tensor]:
+    """Prepare the plugin's step of hidden states [rows, b, width] and labels [b, tokens]."""
+    rows, batch, width = shape
+    with torch.device("cuda"):
+        hidden = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+        labels, mask = torch.empty(batch, tokens, dtype=torch.int64), torch.empty(batch, tokens)
+        loss = torch.empty(batch, tokens, requires_grad=True)
+        head = torch.empty(vocabulary, width, dtype=torch.bfloat16)
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=rows < tokens, hidden_size=width),
+        pg_collection=groups,
+        share_embeddings_and_output_weights=False,
+        output_layer=SimpleNamespace(weight=head),
+    )
+    regularizer = Regularizer(config)
+    regularizer.metrics.wants_geometry = logs
+    regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
+    return lambda: regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
 
 
 @contextlib.contextmanager
@@ -201,23 +206,16 @@ def cases() -> Iterator[Case]:
         yield Case("one long sequence", 1, 32768, 4096, chunk=1024, form=form)
 
 
-def share(case: Case, seconds: float) -> float | None:
-    """Return the share of the micro-batch's own time."""
-    if not case.weights:
-        return None
-    return seconds * PEAK * SHARE_OF_PEAK / (6 * case.weights * case.batch * case.length)
-
-
 def rows() -> Iterator[dict[str, Any]]:
     for case in cases():
         found = trace(case)
-        part = share(case, found.seconds)
+        own_seconds = 6 * case.weights * case.batch * case.length / (PEAK * SHARE_OF_PEAK)  # of the micro-batch
         yield {
             "preset": case.name, "batch": case.batch, "tokens": case.length, "width": case.width,
             "chunk": case.chunk or "whole", "impl": case.form, "log_step": "yes" if case.logs else "no",
             "launches": found.launches, "moved_mib": f"{found.moved / 2**20:.0f}",
             "gflop": f"{found.multiplied / 1e9:.1f}", "syncs": found.syncs, "model_ms": f"{found.seconds * 1e3:.3f}",
-            "share": "" if part is None else f"{part:.4f}",
+            "share": f"{found.seconds / own_seconds:.4f}" if case.weights else "",
         }  # fmt: skip
 
 
@@ -229,17 +227,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     for line in lines:
         size = f"{line['batch']} x {line['tokens']} x {line['width']}"
         part = f"{100 * float(line['share']):.2f} %" if line["share"] else ""
-        cells = (
-            line["preset"],
-            size,
-            *(line[name] for name in ("chunk", "impl", "log_step", "launches", "moved_mib", "gflop")),
-        )
-        yield f"| {' | '.join(cells)} | {line['model_ms']} | {part} |"
-
-
-def main() -> None:
-    records.command("launches", __doc__, rows, table)
+        counts = (line[name] for name in ("chunk", "impl", "log_step", "launches", "moved_mib", "gflop", "model_ms"))
+        yield f"| {' | '.join((line['preset'], size, *counts, part))} |"
 
 
 if __name__ == "__main__":
-    main()
+    records.command("launches", __doc__, rows, table)

@@ -85,29 +85,22 @@ def _run_of(name: str, rows: Tensor, labels: Tensor, backward: bool) -> Callable
     return run
 
 
-def in_turns(runs: dict[str, Callable[[], Any]], device: str, repeats: int = REPEATS) -> dict[str, float]:
-    """Median seconds of each."""
-    return {name: statistics.median(taken) for name, taken in seconds_in_turns(runs, device, repeats).items()}
-
-
-def seconds_in_turns(
-    runs: dict[str, Callable[[], Any]], device: str, repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Seconds of each: all run once, then all once more, so that a machine that slows down slows all of them."""
+def in_turns(runs: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Median seconds of each: all run once, then all once more, so that a machine that slows down slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         for name, run in runs.items():
             if not times[name] or times[name][0] < LONG:
-                times[name].append(_seconds(run, device, clock))
-    return times
+                times[name].append(_seconds(run, device))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def _seconds(run: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+def _seconds(run: Callable[[], Any], device: str) -> float:
     synchronize(device)
-    started = clock()
+    started = time.perf_counter()
     run()
     synchronize(device)
-    return clock() - started
+    return time.perf_counter() - started
 
 
 def _errors(names: list[str], rows: Tensor, labels: Tensor) -> Iterator[tuple[str, tuple[float, float]]]:

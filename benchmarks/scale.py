@@ -3,11 +3,10 @@
 
 The plugin's own code runs a micro-batch forward and backward as every rank that shares its sequences, one after the
 other, on tensors that have a device (CUDA) and no memory, in process groups of up to 1024 ranks that move nothing.
-Every collective is kept with its bytes, and compared with those of its partners. Bytes received are those that come
-from other ranks if each part is sent once (as in a ring); memory is the peak of the step without the model's own
-tensors, with the gradient of the rank's rows, on the rank that receives most. Where a rank has more
-than MOST_PAIRS pairs its tiles are left out: launches are not counted, and memory lacks what tiles take, which the
-budget in simreg_megatron/kernels/torch.py bounds.
+Every collective is kept with its bytes. Bytes received are those that come from other ranks if each part is sent once
+(as in a ring); memory is the peak of the step without the model's own tensors, with the gradient of the rank's rows, on
+the rank that receives most. Where a rank has more than MOST_PAIRS pairs, memory lacks what tiles take, which the budget
+in simreg_megatron/kernels/torch.py bounds.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import records
 from benchmarks.emulation import LiveBytes
 from benchmarks.fake_autograd import backward
-from benchmarks.fake_ranks import Call, Collectives, HostTensors, Layout, as_rank
-from benchmarks.launches import Trace
-from benchmarks.partners import disagreements, mismatches
+from benchmarks.fake_ranks import Call, Collectives, Layout, as_rank
+from benchmarks.launches import step_of
 from benchmarks.records import Record
+from launch.dry_run import ASSUMED_VOCABULARY
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import torch as tiles
-from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, ShardLayout, row_plan
-from simreg_megatron.plugin.term import Regularizer
+from simreg_megatron.parallel.layout import Rank, ShardLayout
 
 LAYOUTS = (
     Layout(tensor=8),
@@ -51,7 +49,6 @@ SIZES = ((16, 2048, 1024), (2, 2048, 4096), (1, 8192, 4096), (1, 32768, 8192), (
 CHUNKS = (1024, 0)
 BETWEEN = 8192
 """Tokens in a chunk, where sequences are long enough to ask for something between the two."""
-VOCABULARY = 32000
 MOST_PAIRS = 1 << 30
 """Of a rank, whose tiles are gone through one by one in a minute."""
 LONGEST_LOGGED = 8192
@@ -95,64 +92,31 @@ class Sent(NamedTuple):
         return sum(call.received for call in self.calls)
 
 
-class Cost(NamedTuple):
-    """Further costs of SimReg on one rank in a micro-batch."""
-
-    memory: int  # bytes
-    launches: int
-    flops: int
-    syncs: int
-    host: list[str]  # operators that touch a tensor of the host
-
-
-def sent_by(case: Case, rank: Rank, *, data: int = 0) -> Sent:
-    with as_rank(case.layout, rank, data=data) as groups, _tiles_shut(), FakeTensorMode():
-        add = _regularized(case, rank, groups)
+def sent_by(case: Case, rank: Rank) -> Sent:
+    with as_rank(case.layout, rank) as groups, _tiles_shut(), FakeTensorMode():
+        step = _step(case, rank, groups)
         with Collectives() as in_forward:
-            result = add()
+            result = step()
         with Collectives() as in_backward:
             backward(result, torch.ones_like(result))
     return Sent(in_forward.calls, in_backward.calls)
 
 
-def cost_of(case: Case, rank: Rank, *, tiles: bool = True) -> Cost:
-    """Without its tiles, whose number grows with that of the pairs, only what is outside them is looked at."""
+def memory_of(case: Case, rank: Rank, *, tiles: bool = True) -> int:
+    """Peak of bytes; without its tiles, whose number grows with that of the pairs, of what is outside them."""
     with as_rank(case.layout, rank) as groups, contextlib.nullcontext() if tiles else _tiles_shut(), FakeTensorMode():
-        add = _regularized(case, rank, groups)
-        with LiveBytes() as live, HostTensors() as host, Trace() as counted:
-            result = add()
+        step = _step(case, rank, groups)
+        with LiveBytes() as live:
+            result = step()
             backward(result, torch.ones_like(result))
-        counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
-    return Cost(live.most, counted.launches, counted.multiplied, counted.syncs, host.names)
+    return live.most
 
 
-def _regularized(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tensor]:
-    """The plugin's step of a micro-batch, ready to run."""
-    hidden, labels, mask, loss = _micro_batch(case, rank)
-    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl="tiled"))
-    regularizer.metrics.wants_geometry = case.logs
-    regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
-    model = _model(case, groups)
-    return lambda: regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
-
-
-def _micro_batch(case: Case, rank: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _step(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tensor]:
+    config = SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl="tiled")
     rows = sum(last - first for first, last in case.shard.held(rank))
-    per_token = case.batch, case.shard.context_tokens
-    cuda: dict[str, Any] = {"device": "cuda"}
-    hidden = torch.empty(rows, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
-    labels = torch.empty(per_token, dtype=torch.int64, **cuda)
-    return hidden, labels, torch.empty(per_token, **cuda), torch.empty(per_token, **cuda).requires_grad_()
-
-
-def _model(case: Case, groups: SimpleNamespace) -> SimpleNamespace:
-    """Build the attributes of a GPTModel that SimReg reads."""
-    head = torch.empty(VOCABULARY // case.layout.tensor, case.width, dtype=torch.bfloat16, device="cuda")
-    return SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=case.layout.sequence_parallel, hidden_size=case.width),
-        pg_collection=groups,
-        output_layer=SimpleNamespace(weight=head),
-    )
+    vocabulary = ASSUMED_VOCABULARY // case.layout.tensor
+    return step_of(config, groups, (rows, case.batch, case.width), case.shard.context_tokens, vocabulary, case.logs)
 
 
 @contextlib.contextmanager
@@ -174,23 +138,15 @@ def cases() -> Iterator[Case]:
                 yield Case(layout, batch, length, width, chunk)
 
 
-def plans_of(case: Case) -> dict[Rank, RowPlan]:
-    return {rank: row_plan(case.shard, rank, Cutting(case.chunk)) for rank in case.layout.ranks_of_a_sequence}
-
-
 def sent_by_all(case: Case) -> dict[Rank, Sent]:
-    """By every rank that shares the sequences, after their plans and their collectives were found to fit.
+    """By every rank that shares the sequences.
 
     Raises:
-        RuntimeError: two ranks do not fit together.
+        RuntimeError: two ranks do not make the same collectives in the same order.
     """
     sent = {rank: sent_by(case, rank) for rank in case.layout.ranks_of_a_sequence}
-    wrong = [*disagreements(case.shard, plans_of(case))]
-    wrong += mismatches({case.layout.number(rank): found.calls for rank, found in sent.items()})
     if len({tuple(described(case, rank, found.calls, sizes=False)) for rank, found in sent.items()}) > 1:
-        wrong.append("ranks make their collectives in different orders")
-    if wrong:
-        raise RuntimeError(f"{case}: {wrong[0]}")
+        raise RuntimeError(f"{case}: ranks make their collectives in different orders")
     return sent
 
 
@@ -212,17 +168,14 @@ def row_of(case: Case) -> dict[str, Any]:
     rank = max(by_rank, key=lambda each: by_rank[each].received)
     pairs = case.batch * case.shard.context_tokens // case.layout.tensor * (case.chunk or case.length)
     walks = pairs <= MOST_PAIRS
-    sent, cost = by_rank[rank], cost_of(case, rank, tiles=walks)
-    in_view = sum(last - first for first, last in plans_of(case)[rank].needs)
+    sent = by_rank[rank]
     return {
         "layout": str(case.layout), "ranks": case.layout.num_ranks, "batch": case.batch, "tokens": case.length,
         "width": case.width, "chunk": case.chunk or "whole", "context_rank": rank[0], "tensor_rank": rank[1],
         "collectives": len(sent.calls), "bytes_received": sent.received,
         "forward": "; ".join(described(case, rank, sent.forward)),
         "backward": "; ".join(described(case, rank, sent.backward)), "log_step": _in_log_step(case, rank, sent),
-        "rows_in_view_mib": f"{in_view * case.batch * case.width * 2 / 2**20:.1f}", "tiles": "yes" if walks else "no",
-        "memory_mib": f"{cost.memory / 2**20:.1f}", "launches": cost.launches if walks else "",
-        "gflop": f"{cost.flops / 1e9:.1f}" if walks else "", "syncs": cost.syncs, "host_tensors": len(cost.host),
+        "tiles": "yes" if walks else "no", "memory_mib": f"{memory_of(case, rank, tiles=walks) / 2**20:.1f}",
     }  # fmt: skip
 
 
@@ -244,9 +197,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield ""
     yield "Collectives are those of the forward + those of the backward."
     yield ""
-    columns = "collectives | MiB received | MiB of memory | launches"
+    columns = "collectives | MiB received | MiB of memory"
     yield f"| layout | ranks | micro-batch | chunks of 1024: {columns} | whole sequences: {columns} |"
-    yield "| --- " * 11 + "|"
+    yield "| --- " * 9 + "|"
     by_size: dict[tuple[str, ...], dict[str, Record]] = {}
     for line in lines:
         size = f"{line['batch']} x {line['tokens']} x {line['width']}"
@@ -259,12 +212,8 @@ def table(lines: list[Record]) -> Iterator[str]:
 def _cells(line: Record) -> tuple[str, ...]:
     in_forward, in_backward = (len(list(filter(None, line[name].split(";")))) for name in ("forward", "backward"))
     received = int(line["bytes_received"]) / 2**20
-    return f"{in_forward} + {in_backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}", line["launches"]
-
-
-def main() -> None:
-    records.command("scale", __doc__, rows, table)
+    return f"{in_forward} + {in_backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}"
 
 
 if __name__ == "__main__":
-    main()
+    records.command("scale", __doc__, rows, table)

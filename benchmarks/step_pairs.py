@@ -11,18 +11,23 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import os
+import random
+import shlex
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks import launched, records
-from benchmarks.alternating_run import LOG_INTERVAL, PROFILED
-from benchmarks.records import RESULTS, Record
-from benchmarks.timing import overhead
-from benchmarks.train import PROFILE, TIMES
+from benchmarks import records
+from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.train import LOG_INTERVAL, PROFILE, PROFILED, TIMES
+from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
+from tests.helpers import jobs
 
 KINDS = {
     "SimReg off": ("--simreg-lambda", "0"),  # a control: both kinds of step are plain Megatron's
@@ -33,6 +38,7 @@ KINDS = {
     "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
 }
 WINDOW = 2 * LOG_INTERVAL
+_RESAMPLES = 2000
 Counts = Callable[[int], Any]  # whether a step counts
 
 
@@ -59,20 +65,47 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=620, help="of each run; the first twenty do not count")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end each run after this time, keep its steps")
     parser.add_argument("--profile", type=Path, metavar="FILE.json", help="profile some more steps of the last run")
-    launched.add_options(parser)
+    parser.add_argument("--model", default="tiny", help="a preset of launch/models (default: tiny)")
+    parser.add_argument("--kinds", default="", metavar="WORDS", help="only those whose name holds one: chunks,whole")
+    parser.add_argument(
+        "--flags", type=shlex.split, default=[], metavar="WORDS",
+        help="more arguments of the launcher for every run, such as '--micro-batch-size 2 --global-batch-size 2'",
+    )  # fmt: skip
+    add_text(parser)
     records.add_options(parser, RESULTS / "step_pairs.csv")
     options = parser.parse_args()
     measured = None if options.source else _measured(options)
     records.finish(options.source or options.output, measured, table)
 
 
+def add_text(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", metavar="PREFIX", help="tokenized text: PREFIX.bin and .idx (default: the built-in)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="what it was tokenized with")
+
+
+def text(options: argparse.Namespace) -> tuple[str, ...]:
+    """The launcher's arguments for the text that is given, or for the built-in one, which is made if it is not there.
+
+    Raises:
+        SystemExit: one of --data and --tokenizer is given without the other.
+    """
+    if bool(options.data) != bool(options.tokenizer):
+        raise SystemExit("error: --data PREFIX and --tokenizer FILE belong together: give both, or neither")
+    if options.data:
+        return ("--data", options.data, "--tokenizer", options.tokenizer)
+    corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
+    return ("--data", str(corpus.train_prefix), "--tokenizer", str(corpus.tokenizer_model))
+
+
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    own = (*launched.text(options), *options.flags)
-    where = launched.surroundings(options)
-    for name, flags in launched.chosen(KINDS, options.kinds).items():
-        Console(stderr=True).print(name)
-        for step in _train(options, (*own, *flags)):
-            yield {"kind": name, **step, **where}
+    own = (*text(options), *options.flags)
+    threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    where = records.surroundings(threads=threads, model=options.model, flags=shlex.join(options.flags))
+    for name, flags in KINDS.items():
+        if any(word in name for word in options.kinds.split(",")):
+            Console(stderr=True).print(name)
+            for step in _train(options, (*own, *flags)):
+                yield {"kind": name, **step, **where}
 
 
 def _train(options: argparse.Namespace, own: tuple[str, ...]) -> list[Record]:
@@ -81,12 +114,41 @@ def _train(options: argparse.Namespace, own: tuple[str, ...]) -> list[Record]:
         words = (
             "--model", options.model, "--output", folder, "--log-interval", LOG_INTERVAL,
             "--train-iters", options.steps + (PROFILED if options.profile else 0),
-            "--eval-iters", 1, "--eval-interval", 10 * options.steps, *launched.of_model(options.model), *own,
+            "--eval-iters", 1, "--eval-interval", 10 * options.steps, *_of_model(options.model), *own,
         )  # fmt: skip
         profile = {PROFILE: str(options.profile.resolve())} if options.profile else {}
-        launched.run(words, options.seconds, **{TIMES: str(times)}, **profile)
+        _run(words, options.seconds, {TIMES: str(times), **profile})
         with times.open(encoding="utf-8", newline="") as file:
             return [step for step in csv.DictReader(file) if int(step["step"]) >= WINDOW]
+
+
+def _of_model(model: str) -> tuple[str, ...]:
+    """One micro-batch a step: what else a step costs (the optimizer) is the same in all kinds.
+
+    The FFN is aligned: the presets' widths are odd, and products of odd widths are slow with SimReg and without.
+    No checkpoint: that of a real size takes gigabytes, and is saved where temporary files are.
+    """
+    if model == "tiny":
+        return ()
+    batch = ("--micro-batch-size", "8", "--global-batch-size", "8")
+    sizes = ("--make-vocab-size-divisible-by", "32000", "--ffn", "aligned", *batch)
+    return (*sizes, "--save", "", "--no-create-attention-mask-in-dataloader")
+
+
+def _run(words: Iterable[object], seconds: float, environment: dict[str, str]) -> None:
+    """Run benchmarks/train.py; it is killed after `seconds`, which is no error.
+
+    Raises:
+        SystemExit: it ended with another status than 0.
+    """
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    command = [str(word) for word in (*torchrun, "-m", "benchmarks.train", *words)]
+    try:
+        done = jobs.run(command, cwd=ROOT, env={**os.environ, **environment}, merged=True, timeout=seconds)
+    except jobs.HungError:
+        return
+    if done.returncode:
+        raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-8000:]}")
 
 
 def table(lines: list[Record]) -> Iterator[str]:
@@ -94,7 +156,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     has_pairs = lines[0]["plain"] == lines[1]["plain"]  # in older rows single steps take turns
     turns = "pair of steps" if has_pairs else "step"
     yield f"In each run every other {turns} is plain Megatron's; windows of {WINDOW} steps."
-    yield f"`python -m benchmarks.step_pairs{launched.options_of(lines)}`"
+    model, flags = lines[0]["model"], lines[0].get("flags")  # the first lines that were kept have no such column
+    options = f"{'' if model == 'tiny' else f' --model {model}'}{f' --flags={shlex.quote(flags)}' if flags else ''}"
+    yield f"`python -m benchmarks.step_pairs{options}`"
     yield ""
     yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"
@@ -117,6 +181,40 @@ def windows_of(lines: list[Record], column: str, counts: Counts) -> tuple[list[l
             counted = [line for line in window if int(line["plain"]) == kind and counts(int(line["step"]))]
             means.append([sum(1000 * float(line[column]) for line in counted) / len(counted)])
     return found
+
+
+Turns = Sequence[Sequence[float]]  # for each turn the times per step of its logged intervals
+
+
+class Overhead(NamedTuple):
+    """base: time per step, median over all intervals; the rest in percent of it."""
+
+    base: float
+    percent: float
+    low: float  # 95 % interval, by bootstrap over turns and over the intervals in each
+    high: float
+
+
+def overhead(base: Turns, other: Turns) -> Overhead:
+    """Compare two kinds of step that took turns, by the median over turns of the ratio of their medians.
+
+    A machine that slows down slows both of a turn alike.
+    """
+    if len(base) != len(other) or not base or not all(map(len, (*base, *other))):
+        raise ValueError("both kinds must have run in every turn, with an interval or more in each")
+
+    def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+        return median(median(two) / median(one) for one, two in pairs)
+
+    draw = random.Random(0)
+    pairs = list(zip(base, other, strict=True))
+    ratios = sorted(
+        ratio([(draw.choices(one, k=len(one)), draw.choices(two, k=len(two))) for one, two in chosen])
+        for chosen in (draw.choices(pairs, k=len(pairs)) for _ in range(_RESAMPLES))
+    )
+    low, high = ratios[round(0.025 * _RESAMPLES)], ratios[round(0.975 * _RESAMPLES) - 1]
+    whole = median(time for turn in base for time in turn)
+    return Overhead(whole, *(100 * (found - 1) for found in (ratio(pairs), low, high)))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from research import analyse, figures, pages
-from research.plan import Entry, Plan, ResearchError, entries_of, plan_names, read_plan
-from research.run import Runner, Store, command_of, give_way, open_dataset
+from research import analyse, pages
+from research.plan import Entry, Plan, ResearchError, Run, entries_of, plan_names, read_plan
+from research.run import Runner, Store, command_of, open_dataset
 from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
 from simreg_megatron.notices import SentenceError
 
@@ -38,9 +38,7 @@ def main() -> int:
     run.add_argument("--dry-run", action="store_true", help="print the commands and stop")
     run.add_argument("--low-priority", action="store_true", help="run only when the processor is otherwise idle")
     run.set_defaults(work=_run)
-    report = commands.add_parser(
-        "report", help="print the verdict on every claim, and draw a figure of each experiment"
-    )
+    report = commands.add_parser("report", help="print the verdict on every claim")
     report.add_argument("folder", type=Path, help="the --output folder of `run`")
     report.set_defaults(work=_report)
     keep = commands.add_parser(
@@ -68,42 +66,44 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.low_priority:
-        give_way()
-    failed = 0
-    for name in options.plans:
-        plan = _asked(read_plan(name), options)
-        dataset = open_dataset(plan.data)
-        tables = read_tables(options.output) if list(options.output.glob("*.plan.json")) else {}
-        if plan.tuned_in and plan.tuned_in not in tables:
-            print(f"Settings: the best of {plan.tuned_in} in {KEPT}")
-            tables[plan.tuned_in] = read_table(KEPT, plan.tuned_in)
-        store = Store(options.output, tables)
-        entries = entries_of(plan, dataset.digest, settings_of(plan, tables), quick=options.quick)
-        runs = list(dict.fromkeys(entry.run for entry in entries))
-        left = [run for run in runs if store.result(run) is None]
-        tokens = sum(run.steps * run.step_tokens for run in left) / 1e6
-        print(
-            f"{plan.name}: {plan.question}\n{len(runs)} runs, {len(left)} left, {tokens:.1f} million tokens", flush=True
-        )
-        if options.dry_run:
-            print(*(shlex.join(command_of(run, store.folder_of(run), dataset)) for run in left), sep="\n")
-            continue
-        options.output.mkdir(parents=True, exist_ok=True)
-        _refuse_to_lose(plan, tables, entries)
+    if options.low_priority:  # with all that it starts
+        os.nice(19)
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    return int(any([_run_plan(name, options) for name in options.plans]))
+
+
+def _run_plan(name: str, options: argparse.Namespace) -> list[Run]:
+    """Train the runs of a plan; return those that failed."""
+    plan = _asked(read_plan(name), options)
+    dataset = open_dataset(plan.data)
+    tables = read_tables(options.output) if list(options.output.glob("*.plan.json")) else {}
+    if plan.tuned_in and plan.tuned_in not in tables:
+        print(f"Settings: the best of {plan.tuned_in} in {KEPT}")
+        tables[plan.tuned_in] = read_table(KEPT, plan.tuned_in)
+    store = Store(options.output, tables)
+    entries = entries_of(plan, dataset.digest, settings_of(plan, tables), quick=options.quick)
+    runs = list(dict.fromkeys(entry.run for entry in entries))
+    left = [run for run in runs if store.result(run) is None]
+    tokens = sum(run.steps * run.step_tokens for run in left) / 1e6
+    print(f"{plan.name}: {plan.question}\n{len(runs)} runs, {len(left)} left, {tokens:.1f} million tokens", flush=True)
+    if options.dry_run:
+        print(*(shlex.join(command_of(run, store.folder_of(run), dataset)) for run in left), sep="\n")
+        return []
+    options.output.mkdir(parents=True, exist_ok=True)
+    _refuse_to_lose(plan, tables, entries)
+    store.write(plan, entries)
+
+    def changed() -> None:
         store.write(plan, entries)
+        print(f"{sum(store.result(entry.run) is not None for entry in entries)} of {len(entries)} runs", flush=True)
 
-        def changed(plan: Plan = plan, entries: list[Entry] = entries, store: Store = store) -> None:
-            store.write(plan, entries)
-            print(f"{sum(store.result(entry.run) is not None for entry in entries)} of {len(entries)} runs", flush=True)
-
-        failures = Runner(store, dataset, options.jobs, options.threads).train(runs, changed)
-        for run in failures:
-            print(f"error: a run failed, its log is {store.folder_of(run) / 'log.txt'}", file=sys.stderr)
-        failed += len(failures)
-        if not failures and not options.quick:
-            _tell(plan.name, _with_kept_searches(tables | read_tables(options.output)))
-    return 1 if failed else 0
+    failures = Runner(store, dataset, options.jobs, options.threads).train(left, changed)
+    for run in failures:
+        print(f"error: a run failed, its log is {store.folder_of(run) / 'log.txt'}", file=sys.stderr)
+    if not failures and not options.quick:
+        _tell(plan.name, _with_kept_searches(tables | read_tables(options.output)))
+    return failures
 
 
 def _asked(plan: Plan, options: argparse.Namespace) -> Plan:
@@ -146,13 +146,11 @@ def _with_kept_searches(tables: dict[str, Table]) -> dict[str, Table]:
 def _report(options: argparse.Namespace) -> int:
     tables = read_tables(options.folder)
     verdicts = []
-    for name, table in tables.items():
+    for name in tables:
         verdicts += _tell(name, _with_kept_searches(tables))
-        figures.draw(table).savefig(options.folder / f"{name}.png")
     words = Counter(verdict.word for verdict in verdicts)
     sure = len(pages.surest(verdicts))
     print(f"{', '.join(f'{count} {word.lower()}' for word, count in words.items())}; {sure} tests decided after Holm")
-    print(f"Figures: {options.folder}/*.png")
     return 0
 
 
@@ -174,7 +172,7 @@ def _keep(options: argparse.Namespace) -> int:
         if not found:
             for old in (KEPT / "unfinished").glob(f"{name}[.-]*"):
                 old.unlink()
-    pages.write_tables()
+    pages.write_pages()
     return 0
 
 

@@ -15,15 +15,16 @@ ends lower than the baseline, and an overestimate where it ends higher.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from research.plan import Arm, Claim, Plan, ResearchError, entries_of
+from research.plan import Arm, Claim, ResearchError, entries_of
 from research.tables import Row, Table, settings_of
 
 LEVEL, POWER = 0.05, 0.8
@@ -49,12 +50,12 @@ class Welch(NamedTuple):
 
 
 def welch(arm: Sequence[float], than: Sequence[float], side: str = "two-sided") -> Welch:
-    """Compare two groups with unequal variances; a run that diverged (a value that is not finite) decides nothing."""
+    """Compare two groups with unequal variances."""
     return contrast((1.0, arm), (-1.0, than), side=side)
 
 
 def contrast(*parts: tuple[float, Sequence[float]], side: str = "two-sided") -> Welch:
-    """Sum weight * mean over groups of unequal variances, with Satterthwaite's degrees of freedom."""
+    """Sum weight * mean over groups, with Satterthwaite's degrees of freedom; undecided where a value is not finite."""
     from scipy import stats
 
     difference = sum(weight * mean(values) for weight, values in parts)
@@ -164,20 +165,15 @@ def judge(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     An arm's seeds are those of all tables that have runs with the same settings, so that a baseline that several
     experiments share is the same in all of them.
     """
-    table = tables[name]
-    found = []
-    for claim in table.plan.claims:
-        for place in table.places:
-            arm, than = (
-                _values(seeds_of(table.of(each, place), tables), claim.metric) for each in (claim.arm, claim.than)
-            )
-            if min(len(arm), len(than)) > 1:
-                test = welch(arm, [claim.times * value for value in than], _SIDES[claim.sign])
-                verdict = Verdict(claim, place, arm, [claim.times * value for value in than], test)
-                if verdict.word in (HELD, OPPOSITE) and (claim.metric, claim.sign) == ("validation_loss", "lower"):
-                    saved = _saved(name, tables, claim, place)
-                    verdict = Verdict(claim, place, verdict.arm, verdict.than, test, saved)
-                found.append(verdict)
+    table, found = tables[name], []
+    for claim, place in itertools.product(table.plan.claims, table.places):
+        arm, than = (_values(seeds_of(table.of(each, place), tables), claim.metric) for each in (claim.arm, claim.than))
+        if min(len(arm), len(than)) > 1:
+            than = [claim.times * value for value in than]
+            verdict = Verdict(claim, place, arm, than, welch(arm, than, _SIDES[claim.sign]))
+            if verdict.word in (HELD, OPPOSITE) and (claim.metric, claim.sign) == ("validation_loss", "lower"):
+                verdict = replace(verdict, saved=_saved(name, tables, claim, place))
+            found.append(verdict)
     return found
 
 
@@ -185,13 +181,13 @@ def seeds_of(rows: Sequence[Row], tables: Mapping[str, Table]) -> list[Row]:
     """Add the runs of other tables that differ from these in their seed alone."""
     if not rows or int(rows[0]["trial"]):
         return list(rows)
-    own = {_settings(row) for row in rows}
-    others = [row for table in tables.values() for row in table.rows if not int(row["trial"]) and _settings(row) in own]
+
+    def settings(row: Row) -> tuple[str, ...]:
+        return (re.sub(r"--seed \S+", "", row["flags"]), row["data"], row["device"], row["number_type"])
+
+    own = {settings(row) for row in rows}
+    others = [row for table in tables.values() for row in table.rows if not int(row["trial"]) and settings(row) in own]
     return list({row["run"]: row for row in (*others, *rows)}.values())
-
-
-def _settings(row: Row) -> tuple[str, ...]:
-    return (re.sub(r"--seed \S+", "", row["flags"]), row["data"], row["device"], row["number_type"])
 
 
 def _values(rows: Sequence[Row], metric: str) -> list[float]:
@@ -208,7 +204,7 @@ def _saved(name: str, tables: Mapping[str, Table], claim: Claim, place: tuple[st
     shorter = [
         rows
         for other in tables.values()
-        if other is table or _is_comparable(other, table)
+        if other is table or _kind(other) == _kind(table)
         for each in other.plan.arms.values()
         if _is_shortened(each, baseline) and (rows := other.of(each.name, place))
     ]
@@ -227,12 +223,10 @@ def _saved(name: str, tables: Mapping[str, Table], claim: Claim, place: tuple[st
     return f"{bound} {shares[0]:.0%} of the tokens ({shares[2]:.0%} to {shares[1]:.0%})"
 
 
-def _is_comparable(other: Table, table: Table) -> bool:
-    def kind(each: Table) -> tuple[object, ...]:
-        machines = frozenset((row["device"], row["number_type"], row["data"]) for row in each.rows)
-        return each.plan.tuned_in, each.plan.family, machines
-
-    return kind(other) == kind(table)
+def _kind(table: Table) -> tuple[object, ...]:
+    """Return what two experiments must share to be compared."""
+    machines = frozenset((row["device"], row["number_type"], row["data"]) for row in table.rows)
+    return table.plan.tuned_in, table.plan.family, machines
 
 
 def _is_shortened(arm: Arm, baseline: Arm) -> bool:
@@ -244,15 +238,14 @@ def _is_shortened(arm: Arm, baseline: Arm) -> bool:
 def problems(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
     """Yield what forbids a conclusion from a table: runs missing, added or other than planned; unequal machines."""
     table = tables[name]
-    plan: Plan = table.plan
+    plan = table.plan
     for column in ("data", "device", "number_type"):
         if len(found := {row[column] for row in table.rows}) > 1:
             yield f"{name}: its runs have {len(found)} values of {column}: compare runs that share it"
-    places = [
-        tuple(row[name] for name in ("arm", "size", "tokens_per_parameter", "seed", "trial")) for row in table.rows
-    ]
-    if twice := [place for place, count in Counter(places).items() if count > 1]:
-        yield f"{name}: the run {' '.join(twice[0])} stands in it twice"
+    columns = ("arm", "size", "tokens_per_parameter", "seed", "trial")
+    for place, count in Counter(" ".join(row[column] for column in columns) for row in table.rows).items():
+        if count > 1:
+            yield f"{name}: the run {place} stands in it twice"
     if not plan.is_search and (few := [size for size in plan.sizes if plan.seeds_at(size) < FEWEST_SEEDS]):
         yield f"{name}: fewer than {FEWEST_SEEDS} seeds at size {few[0]}"
     if plan.tuned_in in tables and (of_search := list(problems(plan.tuned_in, tables))):

@@ -88,15 +88,18 @@ BEYOND_THE_PAPER = (
 _REFUTED = {HELD: OPPOSITE, OPPOSITE: HELD, NOT_SHOWN: "Not refuted"}
 
 
-def write_tables() -> None:
-    """Write the three tables to benchmarks/results."""
-    tables = read_tables(KEPT)
-    for name, lines in (
-        ("claims", claims_table(tables)),
-        ("search", search_table(tables["tuning"].rows)),
-        ("neighbours", neighbours_table(tables["objectives"])),
-    ):
-        text = "\n".join(lines) + "\n"
+def pages(tables: Mapping[str, Table]) -> dict[str, str]:
+    """Make the pages of benchmarks/results: the text of each by its name."""
+    lines = {
+        "claims": claims_table(tables),
+        "search": search_table(tables["tuning"].rows),
+        "neighbours": neighbours_table(tables["objectives"]),
+    }
+    return {name: "\n".join(own) + "\n" for name, own in lines.items()}
+
+
+def write_pages() -> None:
+    for name, text in pages(read_tables(KEPT)).items():
         (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
 
 
@@ -134,9 +137,8 @@ def _verdicts_of(claimed: Claimed, tables: Mapping[str, Table]) -> list[tuple[st
     claims, found = tables[claimed.experiment].plan.claims, judge(claimed.experiment, tables)
     supporting, refuting = ([claims[place] for place in places] for places in (claimed.claims, claimed.refuting))
     decided = [(verdict.word, verdict) for verdict in found if verdict.claim in supporting]
-    return decided + [
-        (_REFUTED.get(verdict.word, verdict.word), verdict) for verdict in found if verdict.claim in refuting
-    ]
+    refuted = [verdict for verdict in found if verdict.claim in refuting]
+    return decided + [(_REFUTED.get(verdict.word, verdict.word), verdict) for verdict in refuted]
 
 
 def _seen(verdict: Verdict, is_sure: bool) -> str:
@@ -163,24 +165,18 @@ def search_table(rows: Sequence[Row]) -> Iterator[str]:
         return str(re.findall(rf"--{name} (\S+)", row["flags"])[0])
 
     for number, size in enumerate(dict.fromkeys(row["size"] for row in rows)):
-        of = {
-            arm: sorted(
-                (row for row in rows if (row["size"], row["arm"]) == (size, arm)),
-                key=lambda row: float(flag(row, name)),
-            )
-            for arm, name in second.items()
-        }
-        own = [row for arm in of.values() for row in arm]
-        seeds = ", ".join(sorted({row["seed"] for row in own}))
+        own = [row for row in rows if row["size"] == size]
+        own.sort(key=lambda row: float(flag(row, second[row["arm"]])))
+        of = {arm: [row for row in own if row["arm"] == arm] for arm in second}
+        heads = []
+        for arm, name in second.items():
+            values = dict.fromkeys(flag(row, name) for row in of[arm])
+            heads.append(f"{arm}, {name.replace('-', ' ')} {', '.join(values)}")
         if number:
             yield ""
-        tokens = f"{float(own[0]['tokens']) / 1e6:.1f}"
-        yield f"Width {size}, {tokens} million tokens, seed {seeds}: validation loss in nats per token."
+        seeds, tokens = ", ".join(sorted({row["seed"] for row in own})), float(own[0]["tokens"]) / 1e6
+        yield f"Width {size}, {tokens:.1f} million tokens, seed {seeds}: validation loss in nats per token."
         yield ""
-        heads = [
-            f"{arm}, {name.replace('-', ' ')} {', '.join(dict.fromkeys(flag(row, name) for row in of[arm]))}"
-            for arm, name in second.items()
-        ]
         yield f"| learning rate | {' | '.join(heads)} |"
         yield "| --- | --- | --- |"
         best = {arm: min(float(row["validation_loss"]) for row in of[arm]) for arm in of}

@@ -134,12 +134,12 @@ def plan_of(content: Mapping[str, Any]) -> Plan:
     content = dict(content)
     arms = {}
     for name, entries in content.pop("arms").items():
-        entries = {"name": name, **(entries or {})}
+        entries = {"flags": {}, "preset": {}, "trials": (), "trials_at": {}, **(entries or {})}
         for key in ("flags", "preset"):
-            entries[key] = _flags(entries.get(key) or {})
-        entries["trials"] = _trials(entries.get("trials") or ())
-        entries["trials_at"] = {str(size): _trials(own) for size, own in (entries.get("trials_at") or {}).items()}
-        arms[name] = Arm(**entries)
+            entries[key] = _flags(entries[key])
+        entries["trials"] = _trials(entries["trials"])
+        entries["trials_at"] = {str(size): _trials(own) for size, own in entries["trials_at"].items()}
+        arms[name] = Arm(name, **entries)
     for key in ("sizes", "tokens_per_parameter"):
         if key in content and not isinstance(content[key], list):
             content[key] = [content[key]]
@@ -148,9 +148,6 @@ def plan_of(content: Mapping[str, Any]) -> Plan:
             content[key] = {str(size): number for size, number in content[key].items()}
     claims = [Claim(**claim) for claim in content.pop("claims", None) or ()]
     plan = Plan(arms=arms, claims=claims, **content)
-    for size in plan.sizes:
-        if len({len(arm.trials_of(size)) for arm in arms.values()}) > 1:
-            raise ValueError(f"its arms have unequal numbers of trials at size {size}: give each the same number")
     if unknown := [name for claim in claims for name in (claim.arm, claim.than) if name not in arms]:
         raise ValueError(f"a claim names the arm {unknown[0]}, and the arms are {', '.join(arms)}")
     return plan
@@ -243,7 +240,6 @@ class Run:
 class Entry:
     """A run in its place in an experiment; `trial` counts from 1, and is 0 where nothing is searched."""
 
-    experiment: str
     arm: str
     size: int | str
     tokens_per_parameter: float
@@ -260,21 +256,19 @@ def entries_of(plan: Plan, data: str, settings: Settings, *, quick: bool = False
         settings: the best trials of the plan's search.
         quick: two seeds at the first size, six steps each, to see that every arm runs.
     """
-    sizes, lengths = (
-        (plan.sizes[:1], plan.tokens_per_parameter[:1]) if quick else (plan.sizes, plan.tokens_per_parameter)
-    )
     first = 101 if plan.is_search else 1  # settings are chosen on other seeds than those they are judged by
     found = []
-    for size, length in itertools.product(sizes, lengths):
-        for seed in range(first, first + min(2 if quick else 1_000_000, plan.seeds_at(size))):
+    for size, length in itertools.islice(
+        itertools.product(plan.sizes, plan.tokens_per_parameter), 1 if quick else None
+    ):
+        for seed in range(first, first + plan.seeds_at(size))[: 2 if quick else None]:
             arms = list(plan.arms.values())
             turn = seed % len(arms) if plan.is_about_time else 0  # a machine that warms up is fair to all
             for trial, arm in itertools.product(range(max(1, len(arms[0].trials_of(size)))), arms[turn:] + arms[:turn]):
-                own = settings(arm.tuned_as, size) if arm.tuned_as else {}
-                trials = arm.trials_of(size)
-                own = {**own, **arm.flags, **(trials[trial] if trials else {}), "seed": str(seed)}
+                trials, tuned = arm.trials_of(size), settings(arm.tuned_as, size) if arm.tuned_as else {}
+                own = {**tuned, **arm.flags, **(trials[trial] if trials else {}), "seed": str(seed)}
                 run = _run_of(plan, size, length * arm.length, own, data, quick=quick)
-                found.append(Entry(plan.name, arm.name, size, length, seed, trial + 1 if trials else 0, run))
+                found.append(Entry(arm.name, size, length, seed, trial + 1 if trials else 0, run))
     return found
 
 
@@ -285,11 +279,10 @@ def _run_of(plan: Plan, size: int | str, length: float, own: Flags, data: str, *
         whole = plan.steps.get(size) or int(preset(plan.family, size)["train-iters"])
         flags, steps = {"model": size}, max(2, round(whole * length / plan.tokens_per_parameter[0]))
     steps = 6 if quick else steps
-    flags["train-iters"] = str(steps)
     if not is_real(size):
         flags["lr-warmup-iters"] = str(max(1, round(0.05 * steps)))
-    flags |= own
-    flags |= {
+    flags |= own | {
+        "train-iters": str(steps),
         "log-interval": str(max(1, steps // 50)),
         "eval-interval": str(steps + 1),  # once, after the last step
         "log-timers-to-tensorboard": "",

@@ -15,11 +15,12 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,9 @@ _TAGS = {
     "simreg negative cosine": "negative_cosine",
     "simreg isotropy": "isotropy",
     "simreg margin": "margin",
-    "simreg margin 10%": "margin_10",
-    "simreg margin 50%": "margin_50",
-    "simreg margin 90%": "margin_90",
+    **{f"simreg margin {share}%": f"margin_{share}" for share in (10, 50, 90)},
     "simreg margin of right predictions": "margin_right",
-    "simreg margin of right predictions 10%": "margin_right_10",
-    "simreg margin of right predictions 50%": "margin_right_50",
-    "simreg margin of right predictions 90%": "margin_right_90",
+    **{f"simreg margin of right predictions {share}%": f"margin_right_{share}" for share in (10, 50, 90)},
     "simreg share of right predictions": "right_share",
     "simreg norm difference of rare labels": "rare_norm_difference",
 }
@@ -132,56 +129,46 @@ class Store:
 
 
 @dataclass
-class Worker:
-    """A run that is being trained; `lock` is held by its process, also where this program is killed."""
-
-    run: Run
-    process: subprocess.Popen
-    lock: int
-
-
-@dataclass
 class Runner:
-    """Trains runs side by side."""
+    """Trains runs side by side; the lock of a run is held by its process, also where this program is killed."""
 
     store: Store
     dataset: Dataset
     jobs: int
     threads: int
-    workers: list[Worker] = field(default_factory=list)
 
     def train(self, runs: Sequence[Run], changed: Callable[[], None]) -> list[Run]:
-        """Train what has not ended; call `changed` after each end; return the runs that failed.
+        """Train the runs; call `changed` after the end of each; return those that failed.
 
         Raises:
             KeyboardInterrupt: all that was running is stopped; the same call resumes.
         """
-        waiting = [run for run in runs if self.store.result(run) is None]
-        failed = []
+        waiting, failed = list(runs), []
+        running: list[tuple[Run, subprocess.Popen, int]] = []
         try:
-            while waiting or self.workers:
+            while waiting or running:
                 for run in list(waiting):
                     if self.store.result(run) is not None:  # another program on this folder trained it
                         waiting.remove(run)
-                    elif len(self.workers) < self.jobs and (worker := self._start(run)):
-                        self.workers.append(worker)
+                    elif len(running) < self.jobs and (started := self._start(run)):
+                        running.append((run, *started))
                         waiting.remove(run)
                 time.sleep(1)
-                for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
-                    self.workers.remove(worker)
-                    if not self._conclude(worker.run, worker.process.returncode):
-                        failed.append(worker.run)
-                    os.close(worker.lock)
+                for run, process, lock in [each for each in running if each[1].poll() is not None]:
+                    running.remove((run, process, lock))
+                    if not self._conclude(run, process.returncode):
+                        failed.append(run)
+                    os.close(lock)
                     changed()
         finally:
-            for worker in self.workers:
-                os.killpg(worker.process.pid, signal.SIGTERM)
-            for worker in self.workers:
-                worker.process.wait()
+            for _, process, _ in running:
+                os.killpg(process.pid, signal.SIGTERM)
+            for _, process, _ in running:
+                process.wait()
         return failed
 
-    def _start(self, run: Run) -> Worker | None:
-        """Start a run; return None if another process is training it."""
+    def _start(self, run: Run) -> tuple[subprocess.Popen, int] | None:
+        """Start a run and return its process and lock; return None if another process is training it."""
         folder = self.store.folder_of(run)
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -206,7 +193,7 @@ class Runner:
                 stderr=subprocess.STDOUT, env={**KEEP_HEAP, **os.environ, **threads, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True, pass_fds=(lock,),
             )  # fmt: skip
-        return Worker(run, process, lock)
+        return process, lock
 
     def _conclude(self, run: Run, status: int) -> bool:
         """Keep what a run came to; return whether it has a result."""
@@ -231,10 +218,9 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> tuple[di
         scalars = read_run(folder / "tensorboard").scalars
     except ReportError:
         scalars = {}
+    # Of the log, since the process may end before TensorBoard's thread has written it:
     losses = {int(step): float(loss) for step, loss in _VALIDATED.findall(log)}
-    loss = losses.get(
-        steps, math.nan
-    )  # of the log, since the process may end before TensorBoard's thread has written it
+    loss = losses.get(steps, math.nan)
     reached = "lm loss" in scalars and scalars["lm loss"].steps[-1] == steps
     if status or not (reached and math.isfinite(loss)):
         diverged = _NOT_FINITE.search(log[-4000:]) or (reached and steps in losses)
@@ -242,13 +228,10 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> tuple[di
     curves = {name: scalars[tag] for tag, name in _TAGS.items() if tag in scalars}
     row |= {"status": DONE, "validation_loss": loss, "bits_per_byte": loss / math.log(2) / dataset.bytes_per_token}
     row |= {name: float(curve.values[curve.steps > 0.9 * curve.steps[-1]].mean()) for name, curve in curves.items()}
-    times = sorted(scalars["iteration-time"].values) if "iteration-time" in scalars else []
-    if times:
-        row["seconds_per_step"] = float(times[len(times) // 2])
+    if "iteration-time" in scalars:
+        row["seconds_per_step"] = statistics.median_high(scalars["iteration-time"].values.tolist())
     row |= {name: f"{row[name]:.6g}" for name in METRICS if name in row}
-    points = {
-        name: list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for name, curve in curves.items()
-    }
+    points = {name: [*zip(curve.steps.tolist(), curve.values.tolist(), strict=True)] for name, curve in curves.items()}
     return row, {"validation_loss": sorted(losses.items()), **points}
 
 
@@ -256,10 +239,3 @@ def commit() -> str:
     """The commit of the source that runs, with a plus sign where files differ from it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def give_way() -> None:
-    """Let this program and all it starts run only when the processor is otherwise idle."""
-    os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

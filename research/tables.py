@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from research.plan import ROOT, Entry, Flags, Plan, ResearchError, Settings, is_real, parameters_of_width, plan_of
 
@@ -91,7 +90,15 @@ def write_table(folder: Path, plan: Plan, results: Iterable[tuple[Entry, Row, Cu
     results = list(results)
     if not results:
         return
-    rows = [{**row, **_place(entry)} for entry, row, _ in results]
+    rows = []
+    for entry, row, _ in results:
+        run = entry.run
+        place = {
+            "experiment": plan.name, "arm": entry.arm, "size": entry.size, "seed": entry.seed,
+            "trial": entry.trial, "tokens_per_parameter": f"{entry.tokens_per_parameter:g}", "steps": run.steps,
+            "flags": run.words, "tokens": run.steps * run.step_tokens, "data": run.data, "run": run.digest[:16],
+        }  # fmt: skip
+        rows.append({**row, **place})
     points = [
         (run, tag, step, f"{value:.5g}")
         for run, curves in {entry.run.digest[:16]: curves for entry, _, curves in results}.items()
@@ -106,19 +113,10 @@ def write_table(folder: Path, plan: Plan, results: Iterable[tuple[Entry, Row, Cu
     write_whole(folder / f"{plan.name}.plan.json", json.dumps(content, indent=1) + "\n")
 
 
-def _place(entry: Entry) -> dict[str, Any]:
-    run = entry.run
-    return {
-        "experiment": entry.experiment, "arm": entry.arm, "size": entry.size, "seed": entry.seed, "trial": entry.trial,
-        "tokens_per_parameter": f"{entry.tokens_per_parameter:g}", "steps": run.steps, "flags": run.words,
-        "tokens": run.steps * run.step_tokens, "data": run.data, "run": run.digest[:16],
-    }  # fmt: skip
-
-
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
     """Replace a curve by at most `most` means over windows of equal length, each at its last step."""
-    width = -(-len(points) // most)
-    windows = [points[max(0, end - width) : end] for end in range(len(points), 0, -width)][::-1] if width else []
+    width = max(1, -(-len(points) // most))
+    windows = [points[max(0, end - width) : end] for end in range(len(points), 0, -width)][::-1]
     return [(window[-1][0], sum(value for _, value in window) / len(window)) for window in windows]
 
 
@@ -151,7 +149,7 @@ def settings_of(plan: Plan, tables: Mapping[str, Table]) -> Settings:
         searched = search.plan.arms[arm]
         if is_real(size):  # the preset has the paper's settings
             return searched.flags | searched.preset
-        nearest = min(searched_sizes(search), key=lambda own: _distance(own, size), default=None)
+        nearest = min(_searched_sizes(search), key=lambda own: _distance(own, size), default=None)
         if nearest is None:
             raise ResearchError(f"the search {plan.tuned_in} is complete at no size: run what is missing")
         rows = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest))]
@@ -161,7 +159,7 @@ def settings_of(plan: Plan, tables: Mapping[str, Table]) -> Settings:
     return best
 
 
-def searched_sizes(search: Table) -> list[int | str]:
+def _searched_sizes(search: Table) -> list[int | str]:
     """Return the sizes at which all trials of all arms of a search have ended."""
     plan = search.plan
     ended = [(row["arm"], row["size"]) for row in search.rows]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import launched
+from benchmarks import step_pairs
 from benchmarks.gpu import report
 from benchmarks.gpu.parts import CALLS, Setting
 from benchmarks.gpu.run import Runner
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", metavar="WORDS", help="parts that begin so: tests,forms-tiled,pairs")
     parser.add_argument("--pretend", action="store_true", help="try the plumbing on the CPU, with tiny sizes")
-    launched.add_text(parser)
+    step_pairs.add_text(parser)
     options = parser.parse_args(argv)
     calls, wanted = options.calls.split(","), tuple(filter(None, options.only.split(",")))
     if not set(calls) <= set(CALLS):
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
     page = report.Report(output, pretend=options.pretend)
     with tempfile.TemporaryDirectory() as scratch:
-        setting = Setting(output, Path(scratch), launched.text(options), options.pretend)
+        setting = Setting(output, Path(scratch), step_pairs.text(options), options.pretend)
         for call in calls:
             stages = ([part for part in stage if not wanted or part.name.startswith(wanted)]
                       for stage in setting.stages(call))  # fmt: skip

@@ -70,7 +70,8 @@ def measured(seconds: float) -> Iterator[dict[str, Any]]:
             for tile in choices:
                 if time.monotonic() > end:
                     return
-                line = {"size": str(size), "kernel": kernel, "tile": _words(tile), "ms": "", "remark": ""}
+                words = " ".join(f"{name}={value}" for name, value in tile.items())
+                line = {"size": str(size), "kernel": kernel, "tile": words, "ms": "", "remark": ""}
                 try:
                     line["ms"] = with_tile(kernel, tile, lambda: by_kernel(both))[kernel]
                 except Exception as error:  # too much shared memory, for one
@@ -105,10 +106,6 @@ def by_kernel(run: Callable[[], Any]) -> dict[str, float]:
     return {name: float(f"{ms:.4g}") for name, ms in found.items()}
 
 
-def _words(tile: dict[str, int]) -> str:
-    return " ".join(f"{name}={value}" for name, value in tile.items())
-
-
 def table(lines: list[Record]) -> Iterator[str]:
     where = lines[0]
     yield f"{where['date']}, commit {where['commit']}, {where['machine']}, torch {where['torch']}."
@@ -118,12 +115,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield f"| kernel | tile | {' | '.join(sizes)} |"
     yield "| --- | --- |" + " --- |" * len(sizes)
     found = {(line["kernel"], line["tile"], line["size"]): line["ms"] or "fails" for line in lines}
-    for kernel, tile in dict.fromkeys((line["kernel"], line["tile"]) for line in sorted(lines, key=_order)):
+    in_order = sorted(lines, key=lambda line: line["kernel"])
+    for kernel, tile in dict.fromkeys((line["kernel"], line["tile"]) for line in in_order):
         yield f"| {kernel} | {tile} | {' | '.join(found.get((kernel, tile, size), '') for size in sizes)} |"
-
-
-def _order(line: Record) -> str:
-    return line["kernel"]
 
 
 if __name__ == "__main__":

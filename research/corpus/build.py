@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from research.corpus.debian import Package, fetch, read_files, read_lock
-from research.corpus.pages import SIDES, Page, make_pages
+from research.corpus.pages import SIDES, make_pages
 from research.corpus.prose import Block
 from research.corpus.readers import read_page
 from research.corpus.recipe import PACKAGES
@@ -36,59 +36,55 @@ VOCAB_SIZE = 8192
 LOCK = Path(__file__).with_name("lock.json")
 
 
-def build_corpus(
-    out: Path,
-    packages: Path,
-    *,
-    lock: Path = LOCK,
-    recipe: Mapping[str, str] = PACKAGES,
-    vocab_size: int = VOCAB_SIZE,
-    workers: int = 1,
-) -> dict[str, Any]:
+def build_corpus(out: Path, packages: Path) -> dict[str, Any]:
     """Build the corpus in the folder `out`, or find it there, and return its manifest.
 
     Args:
         out: train, valid and test .bin/.idx, tokenizer.model and manifest.json.
         packages: where the fetched packages are kept.
-        lock: versions and hashes of the packages.
-        recipe: for each package, which of its files are read.
-        vocab_size: size of the tokenizer trained on the training side.
-        workers: processes that read packages.
 
     Raises:
         DataError: a package cannot be fetched or is not the lock's, or `out` holds something else.
     """
-    known = read_lock(lock)
-    if set(known) != set(recipe):
-        names = ", ".join(sorted(set(known) ^ set(recipe)))
-        raise DataError(f"{lock} and the recipe differ in their packages ({names}): make the lock with --update-lock")
-    pinned = [known[name] for name in recipe]
-    inputs = [(package.name, package.sha256, recipe[package.name]) for package in pinned]
-    fingerprint = hashlib.sha256(json.dumps([FORMAT, vocab_size, inputs]).encode()).hexdigest()
+    known = read_lock(LOCK)
+    pinned = [known[name] for name in PACKAGES]
+    inputs = [(package.name, package.sha256, PACKAGES[package.name]) for package in pinned]
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, VOCAB_SIZE, inputs]).encode()).hexdigest()
     if out.exists():
         return _existing(out, fingerprint)
     work = out.with_name(f"{out.name}.building")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     print(f"> fetching and reading {len(pinned)} packages (some minutes)", flush=True)
-    read = partial(_prose_of, recipe=recipe, cache=packages)
     left_out: Counter[str] = Counter()
-    with ProcessPoolExecutor(workers) as pool:
-        files = (file for of_package in pool.map(read, pinned) for file in of_package)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        files = (file for of_package in pool.map(partial(_prose_of, cache=packages), pinned) for file in of_package)
         pages = sorted(make_pages(files, left_out), key=lambda page: page.key)
     texts = {side: [page.text for page in pages if page.side == side] for side in SIDES}
-    print(f"> training a tokenizer of {vocab_size} pieces, then tokenizing", flush=True)
-    train_tokenizer(texts["train"], work / "tokenizer.model", vocab_size=vocab_size)
+    print(f"> training a tokenizer of {VOCAB_SIZE} pieces, then tokenizing", flush=True)
+    train_tokenizer(texts["train"], work / "tokenizer.model", vocab_size=VOCAB_SIZE)
     counts = {side: write_pair(work / side, texts[side], work / "tokenizer.model") for side in SIDES}
-    manifest = _manifest(pages, texts, counts, left_out, work)
-    manifest |= {
+    utf8_bytes = {side: sum(len(text.encode()) for text in texts[side]) for side in SIDES}
+    characters: Counter[str] = Counter()
+    for page in pages:
+        characters[page.package] += len(page.text)
+    manifest = {  # under the names that `data prepare` uses
+        "format": FORMAT,
+        "made_by": f"simreg-megatron {__version__}",
+        "documents": {side: counts[side][0] for side in SIDES},
+        "tokens": {side: counts[side][1] for side in SIDES},
+        "characters": {side: sum(map(len, texts[side])) for side in SIDES},
+        "utf8_bytes": utf8_bytes,
+        # The text's bytes for each token, end-of-text among the tokens: bits a byte are bits a token divided by this.
+        "bytes_per_token": {side: utf8_bytes[side] / counts[side][1] for side in SIDES},
+        "left_out": dict(left_out),
+        **load_tokenizer(str(work / "tokenizer.model")).describe(),
+        "libraries": {name: importlib.metadata.version(name) for name in ("lxml", "numpy", "sentencepiece")},
+        "python": platform.python_version(),
+        "files": describe_files(work, [*(f"{side}{end}" for side in SIDES for end in ENDINGS), "tokenizer.model"]),
         "fingerprint": fingerprint,
-        "packages": [
-            {**asdict(one), "read": recipe[one.name], "characters": manifest["characters_of_packages"].get(one.name, 0)}
-            for one in pinned
-        ],
+        "packages": [{**asdict(one), "read": PACKAGES[one.name], "characters": characters[one.name]} for one in pinned],
     }
-    del manifest["characters_of_packages"]
     (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     work.rename(out)
     return manifest
@@ -104,39 +100,8 @@ def _existing(out: Path, fingerprint: str) -> dict[str, Any]:
     return manifest
 
 
-def _prose_of(package: Package, *, recipe: Mapping[str, str], cache: Path) -> list[tuple[str, list[Block]]]:
+def _prose_of(package: Package, *, cache: Path) -> list[tuple[str, list[Block]]]:
     """Return name and prose of each file of a package that has some."""
-    files = read_files(fetch(package, cache), recipe[package.name])
+    files = read_files(fetch(package, cache), PACKAGES[package.name])
     found = ((f"{package.name}/{name.removeprefix('./')}", read_page(name, data)) for name, data in files)
     return [(name, blocks) for name, blocks in found if blocks]
-
-
-def _manifest(
-    pages: Sequence[Page],
-    texts: Mapping[str, Sequence[str]],
-    counts: Mapping[str, tuple[int, int]],
-    left_out: Mapping[str, int],
-    work: Path,
-) -> dict[str, Any]:
-    """Describe the files of `work` and what they were made of, under the names that `data prepare` uses."""
-    tokenizer = load_tokenizer(str(work / "tokenizer.model"))
-    utf8_bytes = {side: sum(len(text.encode()) for text in texts[side]) for side in SIDES}
-    characters: Counter[str] = Counter()
-    for page in pages:
-        characters[page.package] += len(page.text)
-    return {
-        "format": FORMAT,
-        "made_by": f"simreg-megatron {__version__}",
-        "documents": {side: counts[side][0] for side in SIDES},
-        "tokens": {side: counts[side][1] for side in SIDES},
-        "characters": {side: sum(map(len, texts[side])) for side in SIDES},
-        "utf8_bytes": utf8_bytes,
-        # The text's bytes for each token, end-of-text among the tokens: bits a byte are bits a token divided by this.
-        "bytes_per_token": {side: utf8_bytes[side] / counts[side][1] for side in SIDES},
-        "left_out": dict(left_out),
-        **tokenizer.describe(),
-        "libraries": {name: importlib.metadata.version(name) for name in ("lxml", "numpy", "sentencepiece")},
-        "python": platform.python_version(),
-        "files": describe_files(work, [*(f"{side}{end}" for side in SIDES for end in ENDINGS), "tokenizer.model"]),
-        "characters_of_packages": dict(characters),
-    }

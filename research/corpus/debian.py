@@ -17,15 +17,13 @@ import subprocess
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import unquote
 
 from simreg_megatron.tools.indexed import DataError, sha256
 
-_ANY_MACHINE = "all"
 _AR = b"!<arch>\n"
 
 
@@ -41,32 +39,20 @@ class Package:
 
 
 def read_lock(path: Path) -> dict[str, Package]:
-    """The packages of a lock by name.
-
-    Raises:
-        DataError: it is not there, or is no lock.
-    """
-    try:
-        return {entry["name"]: Package(**entry) for entry in json.loads(path.read_text())["packages"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no lock of packages ({error}): make one with --update-lock") from None
-
-
-def write_lock(path: Path, packages: Iterable[Package]) -> None:
-    """Every package on lines of its own, so that a change of versions reads well."""
-    path.write_text(json.dumps({"packages": [asdict(package) for package in packages]}, indent=1) + "\n")
+    """Read the packages of a lock by name."""
+    return {entry["name"]: Package(**entry) for entry in json.loads(path.read_text())["packages"]}
 
 
 def fetch(package: Package, cache: Path) -> Path:
-    """The file of a pinned package, from the cache or by apt-get.
+    """Return the file of a pinned package, from the cache or by apt-get.
 
     Raises:
         DataError: it cannot be had, or is not the one that the lock names.
     """
     path = cache / package.file
     if not path.exists():
-        path = _download(f"{package.name}={package.version}", cache)
-    if path.name != package.file or path.stat().st_size != package.bytes or sha256(path) != package.sha256:
+        _download(f"{package.name}={package.version}", cache)
+    if not path.exists() or sha256(path) != package.sha256:
         raise DataError(
             f"{path} is not {package.file} as the lock names it (its SHA-256 differs): remove it and give the same "
             "command again"
@@ -74,21 +60,8 @@ def fetch(package: Package, cache: Path) -> Path:
     return path
 
 
-def fetch_newest(name: str, cache: Path) -> Package:
-    """The version that the archive has now, as an entry for a lock.
-
-    Raises:
-        DataError: there is none, or it is made for one kind of machine only.
-    """
-    path = _download(name, cache)
-    _, version, architecture = unquote(path.stem).split("_")
-    if architecture != _ANY_MACHINE:
-        raise DataError(f"{name} differs between machines ({architecture}): take one made for all")
-    return Package(name, version, path.name, path.stat().st_size, sha256(path))
-
-
-def _download(what: str, cache: Path) -> Path:
-    """Have apt-get fetch `name` or `name=version`; the file is in the cache when it is whole."""
+def _download(what: str, cache: Path) -> None:
+    """Have apt-get fetch `name=version`; the file is in the cache when it is whole."""
     if shutil.which("apt-get") is None:
         raise DataError(
             "this corpus is made of Debian packages and there is no apt-get here: build it on Debian bookworm, or copy "
@@ -102,10 +75,9 @@ def _download(what: str, cache: Path) -> Path:
             reason = next((line[3:] for line in done.stderr.splitlines() if line.startswith("E: ")), "apt-get failed")
             raise DataError(
                 f"{what.replace('=', ' ')} cannot be fetched ({reason}): run `apt-get update` first; if the archive "
-                f"has moved on, put that version's file from snapshot.debian.org into {cache}, or take today's "
-                "versions with --update-lock, which makes another corpus"
+                f"has moved on, put that version's file from snapshot.debian.org into {cache}"
             )
-        return found.replace(cache / found.name)
+        found.replace(cache / found.name)
 
 
 def read_files(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:

@@ -45,7 +45,7 @@ def beyond_rounding(grad: Tensor, exact: Tensor) -> float:
 
 
 def gradient_bound(rows: Tensor, impl: str) -> float:
-    """Return the bound; for triton, that of one bfloat16 number per weight: benchmarks/results/bf16_weights.csv."""
+    """Return the bound; for triton, that of one bfloat16 number per weight."""
     rounding = 2.5e-3 if impl == "triton" and rows.dtype == torch.bfloat16 else 3e-4
     return rounding + error_of_sums(rows.dtype, rows.shape[-1], 0.01)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a run's text before launch (its prefixes and blends: test_wrong_inputs.py), and the label histogram."""
+"""Checks of a run's text before launch (its prefixes and blends: test_wrong_inputs.py)."""
 
 import json
 import os

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import launches, timing, train
+from benchmarks import launches, step_pairs, train
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report
 from benchmarks.gpu.parts import CALLS
@@ -59,10 +59,10 @@ def test_attention_by_torchs_kernels_is_causal_attention(groups: int) -> None:
 
 def test_the_overhead_is_taken_within_turns() -> None:
     """A machine that is twice as slow in its second turn says nothing of the runs."""
-    found = timing.overhead([[1.0, 1.0], [2.0, 2.0]], [[1.1, 1.1], [2.2, 2.2]])
+    found = step_pairs.overhead([[1.0, 1.0], [2.0, 2.0]], [[1.1, 1.1], [2.2, 2.2]])
     assert found.percent == pytest.approx(10.0) and (found.low, found.high) == pytest.approx((10.0, 10.0))
     with pytest.raises(ValueError, match="every turn"):
-        timing.overhead([[1.0]], [[1.0], [2.0]])
+        step_pairs.overhead([[1.0]], [[1.0], [2.0]])
 
 
 @pytest.mark.slow

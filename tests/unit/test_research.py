@@ -68,12 +68,7 @@ def test_the_runs_that_are_kept_are_those_of_their_plan(name: str) -> None:
 
 
 def test_the_pages_tables_follow_from_the_results() -> None:
-    for name, lines in (
-        ("claims", pages.claims_table(TABLES)),
-        ("search", pages.search_table(TABLES["tuning"].rows)),
-        ("neighbours", pages.neighbours_table(TABLES["objectives"])),
-    ):
-        text = "\n".join(lines) + "\n"
+    for name, text in pages.pages(TABLES).items():
         assert (RESULTS / f"{name}.md").read_text() == text, "python -m research keep"
 
 
