@@ -113,11 +113,9 @@ def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.
 
 @pytest.mark.parametrize("spoil", ("text", "index"))
 def test_indices_of_another_text_are_not_trained_on(place: Path, tmp_path: Path, spoil: str) -> None:
-    """Megatron finds them by the path of the text: those that are older than it, or cut off, are deleted."""
     flags = [("--data-path", str(tmp_path / "train"))]
     folder = tmp_path / "train" / "cache" / "GPTDataset_indices"
-    shutil.copy(place / "set" / "train.bin", tmp_path)
-    shutil.copy(place / "set" / "train.idx", tmp_path)
+    shutil.copytree(place / "set", tmp_path, dirs_exist_ok=True)
     folder.mkdir(parents=True)
     (folder / "1f-GPTDataset-train-description.txt").write_text(json.dumps({"dataset_path": str(tmp_path / "train")}))
     for name in ("1f-GPTDataset-train-sample_index.npy", "1f-GPTDataset-train-shuffle_index.npy"):
