@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-
 _OF_CHATS = {"--sft", "--use-varlen-dataset"}  # files that Megatron tokenizes itself
 _READ_HERE = {"SentencePieceTokenizer", "HuggingFaceTokenizer"}
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_WRITE_SECONDS = 120  # in which a file grows that is being written
 _AGAIN = "prepare the data again, or copy it again from where it was made"
 
 
@@ -109,7 +111,7 @@ def drop_unusable_indices(flags: Sequence[Flag]) -> list[str]:
         of_text = [path for path in folder.glob("*-description.txt") if json.dumps(prefix) in path.read_text()]
         for description in of_text:
             files = [*folder.glob(description.name.replace("description.txt", "*.npy")), description]
-            if all(path.stat().st_mtime >= changed and _is_whole(path) for path in files):
+            if not any(path.stat().st_mtime < changed or _is_cut_off(path) for path in files):
                 continue
             try:
                 for path in files:
@@ -123,13 +125,14 @@ def drop_unusable_indices(flags: Sequence[Flag]) -> list[str]:
     return list(dict.fromkeys(notices))
 
 
-def _is_whole(path: Path) -> bool:
+def _is_cut_off(path: Path) -> bool:
+    """Return whether an index ends too early, and no other run is writing it."""
     import numpy as np
 
     try:
-        return path.suffix != ".npy" or np.load(path, mmap_mode="r") is not None
+        return path.suffix == ".npy" and np.load(path, mmap_mode="r") is None
     except (ValueError, EOFError):
-        return False
+        return time.time() - path.stat().st_mtime > _WRITE_SECONDS
 
 
 def _check_split(prefix: str, split: str) -> None:

@@ -69,7 +69,8 @@ def changes_of_flags(plan: Plan) -> list[str]:
     before = set(last.read_text(errors="surrogateescape").splitlines())
     now = {masked(shlex.join(flag)) for flag in plan.flags}
     differ = {*before, *now} - (before & now)
-    names = sorted({line.partition(" ")[0].partition("=")[0] for line in differ} - OF_A_START - {OR_NOT_AT_ALL})
+    chosen = {*OF_A_START, OR_NOT_AT_ALL, "--exit-duration-in-mins"}  # by the start, or the slice of a job
+    names = sorted({line.partition(" ")[0].partition("=")[0] for line in differ} - chosen)
     return [f"flags that differ from the last start of this run: {', '.join(names)} (see {last})"] if names else []
 
 
