@@ -15,12 +15,11 @@ from benchmarks.gpu.parts import CALLS
 from benchmarks.launches import cases, trace
 from benchmarks.records import RESULTS
 
-KEPT = list(csv.DictReader((RESULTS / "launches.csv").open()))
+KEPT = list(csv.DictReader((RESULTS / "launches.csv").open()))  # of `python -m benchmarks.launches`
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.name == "llama-7b"], ids=str)
 def test_no_change_adds_launches(case: launches.Case) -> None:
-    """After one that takes some away: `python -m benchmarks.launches`."""
     own = case.name, str(case.chunk or "whole"), case.form, "yes" if case.logs else "no"
     (kept,) = [row for row in KEPT if (row["preset"], row["chunk"], row["impl"], row["log_step"]) == own]
     found = trace(case)
@@ -30,10 +29,9 @@ def test_no_change_adds_launches(case: launches.Case) -> None:
 
 
 MOST = {"llama-350m": 0.003, "llama-1.3b": 0.0015, "llama-3b": 0.0015, "llama-7b": 0.001, "mixtral-8x1b": 0.0015}
-"""Of a micro-batch, in the steps that are not logged."""
 
 
-def test_the_fastest_form_costs_no_more_than_we_allow() -> None:
+def test_the_fastest_form_takes_no_larger_share_of_a_micro_batch() -> None:
     rows = [row for row in KEPT if (row["impl"], row["chunk"], row["log_step"]) == ("triton", "1024", "no")]
     assert {row["preset"] for row in rows} >= set(MOST)
     for row in rows:
