@@ -111,7 +111,7 @@ def drop_unusable_indices(flags: Sequence[Flag]) -> list[str]:
         of_text = [path for path in folder.glob("*-description.txt") if json.dumps(prefix) in path.read_text()]
         for description in of_text:
             files = [*folder.glob(description.name.replace("description.txt", "*.npy")), description]
-            if not any(path.stat().st_mtime < changed or _is_cut_off(path) for path in files):
+            if not any(path.stat().st_mtime < changed or (path != description and _is_cut_off(path)) for path in files):
                 continue
             try:
                 for path in files:
@@ -130,9 +130,10 @@ def _is_cut_off(path: Path) -> bool:
     import numpy as np
 
     try:
-        return path.suffix == ".npy" and np.load(path, mmap_mode="r") is None
+        np.load(path, mmap_mode="r")
     except (ValueError, EOFError):
         return time.time() - path.stat().st_mtime > _WRITE_SECONDS
+    return False
 
 
 def _check_split(prefix: str, split: str) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record a start in `OUTPUT/record/TIME[-JOB]`: command, flags, versions, environment, state of the source, job.
 
-Values of variables whose names speak of secrets are left out, and masked in any text that assigns them. That a run has
-reached its end is noted in a file of its output folder, too.
+Values of variables whose names speak of secrets are left out, and masked in any text that assigns them. A file in the
+output folder notes that the run has reached its end.
 """
 
 from __future__ import annotations
