@@ -166,7 +166,7 @@ def _train_on_sample(groups: list[Group], vocab_size: int, cache: Path) -> Token
             left -= sum(map(len, some))
             if left <= 0:
                 break
-    train_tokenizer(texts, cache / "tokenizer.model", vocab_size=vocab_size, longest_line=1 << 16)
+    train_tokenizer(texts, cache / "tokenizer.model", vocab_size=vocab_size, max_sentence_length=1 << 16)
     return load_tokenizer(str(cache / "tokenizer.model"))
 
 

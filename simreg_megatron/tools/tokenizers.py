@@ -109,10 +109,13 @@ def _load_hugging_face(source: str) -> Tokenizer:
     )  # fmt: skip
 
 
-def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int = 4192) -> None:
+def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **options: Any) -> None:
     """Train byte pairs on a fixed random draw of the texts: ids 0 unknown, 1 begin, 2 end of text; every byte is one.
 
-    Lines of more than `longest_line` bytes are left out. A DataError if the texts yield fewer than `vocab_size` pieces.
+    `options` are sentencepiece's, which writes those given into the model, so that its bytes depend on them.
+
+    Raises:
+        DataError: the texts yield fewer than `vocab_size` pieces.
     """
     import sentencepiece
 
@@ -131,8 +134,8 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, long
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
             byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, max_sentence_length=longest_line,
-            unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2,
+            remove_extra_whitespaces=False,
+            unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2, **options,
         )  # fmt: skip
     except RuntimeError as error:  # the reason stands behind the line of sentencepiece's source
         reason = str(error).rpartition("] ")[2].strip()

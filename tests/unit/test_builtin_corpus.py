@@ -44,6 +44,7 @@ def corpus(library: Path, tmp_path_factory: pytest.TempPathFactory) -> BuiltinCo
 
 def test_the_sides_hold_whole_documents_that_the_tokenizer_made(corpus: BuiltinCorpus) -> None:
     loaded = load_tokenizer(str(corpus.tokenizer_model))
+    assert loaded.sha256.startswith("86d15ee4966fdb4c"), "docs/evidence.md knows its runs by the bytes of such a file"
     for side, prefix in (("train", corpus.train_prefix), ("valid", corpus.valid_prefix)):
         tokens, count = read_tokens(prefix), read_index(prefix).sequences
         lengths = np.fromfile(f"{prefix}.idx", np.int32, count, offset=34)
