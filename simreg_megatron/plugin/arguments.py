@@ -103,10 +103,4 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
     cpu_backend.refuse(namespace)
     refuse_idle_adagc(namespace)
     adagc_from_args(namespace)  # which refuses what is impossible
-    config = config_from_args(namespace)
-    num_layers = getattr(namespace, "num_layers", None)  # where Megatron reads its sizes elsewhere, the model shows it
-    if beyond := [layer for layer in config.layer_numbers if num_layers is not None and layer > num_layers]:
-        raise ValueError(
-            f"--simreg-layers {beyond[0]} is beyond the model, which has layers 1 to {num_layers}: name some of these"
-        )
-    refuse_idle_settings(config)
+    refuse_idle_settings(config_from_args(namespace))

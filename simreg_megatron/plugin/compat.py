@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 NEWEST_TRIED = (0, 19)  # benchmarks/results/versions.md
-TIMER = "simreg-forward"
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # in the place of a process group of one rank
 _USE_ANOTHER = "use megatron-core 0.12 or newer"
 _GPT = "megatron.core.models.gpt.gpt_model"
@@ -173,10 +170,7 @@ def megatron_version() -> str:
         version = str(core.__version__)  # an installed one appends the commit of the repository around it
         return version.partition("+")[0] if "site-packages" in str(core.__file__) else version
     except Exception:
-        try:
-            return importlib.metadata.version("megatron-core")
-        except importlib.metadata.PackageNotFoundError:
-            return "(not installed)"
+        return "(not installed, or it cannot be imported)"
 
 
 def is_untried_release() -> bool:
@@ -199,37 +193,12 @@ def training_loop() -> ModuleType | None:
 
 def has_parsed_arguments() -> bool:
     """Return whether Megatron's training loop has read its command line in this process."""
-    return training_loop() is not None and _global("_GLOBAL_ARGS") is not None
+    return training_loop() is not None and arguments() is not None
 
 
 def arguments() -> Any:
     """Return Megatron's parsed arguments."""
-    return _global("_GLOBAL_ARGS")
-
-
-def timers() -> Any:
-    """Return the timers of Megatron's training loop; None if another loop runs."""
-    return _global("_GLOBAL_TIMERS")
-
-
-def _global(name: str) -> Any:
-    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
-
-
-@contextmanager
-def timed() -> Iterator[None]:
-    """Mark a span in profiles and nsys, and with --timing-log-level 2 in Megatron's timers, which wait for the GPU."""
-    from torch.autograd import _profiler_enabled
-    from torch.profiler import record_function
-
-    known = timers()
-    timer = known and known(TIMER, log_level=2)
-    with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
-        if timer:
-            timer.start()
-        yield
-        if timer:
-            timer.stop()
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def wrappers(model: Any) -> list[Any]:

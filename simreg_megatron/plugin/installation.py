@@ -29,7 +29,6 @@ class Installation:
     def __init__(self, config: SimRegConfig | None, decoder_wrapper: Wrapper) -> None:
         self.given_config = config
         self.clipping: Clipping | None = None
-        self.checkpoint_config: SimRegConfig | None = None  # of the run that wrote the checkpoint, once it is read
         self.paused = False  # while true, models train as plain Megatron trains them
         self.model_classes: tuple[Any, ...] = ()
         self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have computed a loss with labels

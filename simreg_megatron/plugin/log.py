@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg's means and its time in Megatron's log, TensorBoard (with charts of its own) and Weights & Biases."""
+"""SimReg's means in Megatron's log, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +16,6 @@ from simreg_megatron.notices import say
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
 from simreg_megatron.sharded.sequence import fast_form
-
-_CHARTS: dict[str, Callable[[str], bool]] = {
-    "losses": lambda name: name.endswith(" loss"),
-    "cosines": lambda name: name.endswith(" cosine"),
-    "margins of predictions": lambda name: " margin" in name,
-    "isotropy": lambda name: name == "simreg isotropy",
-    "norms by label": lambda name: "norm difference" in name,
-    "lambda": lambda name: name.endswith(" lambda"),
-    "clipping": lambda name: name.startswith("adagc"),
-}
-"""Values that share a chart; each of the others has its own."""
-
-_laid_out: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
@@ -57,11 +43,7 @@ def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
 
 def is_log_step(iteration: int) -> bool:
     """Return whether SimReg's values are logged after this many iterations."""
-    return iteration % _interval() == 0
-
-
-def _interval() -> int:
-    return int(installation.regularizer().config.log_interval or compat.arguments().log_interval)
+    return iteration % (installation.regularizer().config.log_interval or compat.arguments().log_interval) == 0
 
 
 def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +65,6 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
         if not first:
             write_scalars(means, iteration)
-            log_timer(compat.arguments(), iteration, _interval())
         result = training_log(*args, **kwargs)
         if left_out := left_out_of_console(means):
             say(f"SimReg at iteration {iteration}, next to Megatron's line, which has no numbers below 0: {left_out}")
@@ -107,37 +88,11 @@ def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]
 
 def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
     """Write the means to TensorBoard and Weights & Biases."""
-    tensorboard, wandb = _writers()
-    if tensorboard and tensorboard not in _laid_out:
-        _laid_out.add(tensorboard)
-        tensorboard.add_custom_scalars(charts_of(means))
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()  # None on the ranks without them
     for name, value in means.items():
         if tensorboard:
             tensorboard.add_scalar(name, value, iteration)
         if wandb:
             wandb.log({name: value}, iteration)
-
-
-def charts_of(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return charts for `SummaryWriter.add_custom_scalars`, each name a regular expression, with the LM loss."""
-    found = {chart: [f"^{name}$" for name in names if belongs(name)] for chart, belongs in _CHARTS.items()}
-    if found["losses"]:
-        found["losses"].insert(0, "^lm loss$")
-    return {"SimReg": {chart: ["Multiline", tags] for chart, tags in found.items() if tags}}
-
-
-def _writers() -> tuple[Any, Any]:
-    """Return TensorBoard's writer and Weights & Biases', on the rank where Megatron opened them; None elsewhere."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    return get_tensorboard_writer(), get_wandb_writer()
-
-
-def log_timer(args: Any, iteration: int, num_steps: int) -> None:
-    """Log the time of one of `num_steps` steps, as Megatron logs only timers that it knows by name. A collective."""
-    if args.timing_log_level < 2:
-        return
-    timers = compat.timers()
-    for writer in _writers() if args.log_timers_to_tensorboard else ():
-        timers.write([compat.TIMER], writer, iteration, normalizer=num_steps, reset=False)
-    timers.log([compat.TIMER], normalizer=num_steps)

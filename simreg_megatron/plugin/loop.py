@@ -7,21 +7,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from simreg_megatron import trial
 from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import (
-    adagc_differences_to_checkpoint,
-    adagc_from_args,
-    config_from_args,
-    differences_to_checkpoint,
-)
+from simreg_megatron.config.flags import adagc_differences_to_checkpoint, adagc_from_args, differences_to_checkpoint
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import forget, log_once, one_line, warn
 from simreg_megatron.objectives.simreg import note_on_lambda
@@ -56,18 +49,14 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         here, settings = installation.current(), compat.arguments()
         regularizer = here.begin_run()
         config = regularizer.config
-        here.checkpoint_config = here.clipping = None
+        here.clipping = None
         if here.given_config is None and (adagc := adagc_from_args(settings)) is not None:
             here.clipping = Clipping(adagc)
         if config.active:
             refuse_arguments(settings, config)
         if config.active or here.clipping is not None:
             refuse_start_over(settings)
-        try:
-            built = setup_model_and_optimizer(*args, **kwargs)
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            _explain(error, config)
-            raise
+        built = setup_model_and_optimizer(*args, **kwargs)
         models, optimizer = built[:2]
         if config.active:
             refuse_models(config, models, here.model_classes)
@@ -86,20 +75,6 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         return built
 
     return checked
-
-
-def _explain(error: BaseException, config: SimRegConfig) -> None:
-    """Raise a sentence about our scalars in the place of an error of Megatron's load, where it is about them."""
-    args, before = compat.arguments(), installation.current().checkpoint_config
-    if before is None and learnable.may_be_of_scalars(error):  # Megatron failed before it compared arguments
-        from megatron.training import checkpointing
-
-        try:
-            before = config_from_args(checkpointing._load_base_checkpoint(args.load, args, rank0=True)[0]["args"])
-        except Exception:  # what Megatron said is all that is known then
-            before = None
-    is_distributed = bool(getattr(args, "use_distributed_optimizer", False))
-    learnable.explain(error, config, before, is_distributed=is_distributed)
 
 
 def end_of_document() -> int:
@@ -174,9 +149,7 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     """
     part = next((part for part in config.parts if part.is_simreg and part.impl == "auto"), None)
     device = device_of(models)
-    if part is None or not _is_worth_trying(device):
-        return
-    if chosen_impl("auto", part.similarity, part.self_positive) == "reference":
+    if part is None or device.type != "cuda" or chosen_impl("auto", part.similarity, part.self_positive) == "reference":
         return
     # One rank computes on its part of the sequence, or on the part of the work that tensor ranks share.
     length = seq_length // (compat.context_group(models[0]).size() * compat.tensor_group(models[0]).size())
@@ -188,11 +161,6 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     group = dist.group.WORLD if dist.is_initialized() else None
     found = trial.choose(shape, device, group, computes=any(map(_computes_loss, models)))
     log_once(f"SimReg: {found}")
-
-
-def _is_worth_trying(device: torch.device) -> bool:
-    """Return whether there is a choice: on a CPU there is one fast form."""
-    return device.type == "cuda"
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
@@ -228,24 +196,12 @@ def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callab
     """Wrap Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
 
     def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        now = compat.arguments()
-        with suppress(Exception):  # a damaged record may be anything
-            installation.current().checkpoint_config = config_from_args(checkpoint_args)
-        for name, flags, differences, is_on in (
-            ("SimReg", "--simreg-*", differences_to_checkpoint, config_from_args(now).active),
-            ("AdaGC", "--adagc*", adagc_differences_to_checkpoint, adagc_from_args(now) is not None),
-        ):
+        for name, differences in (("SimReg", differences_to_checkpoint), ("AdaGC", adagc_differences_to_checkpoint)):
             try:
-                for difference in differences(checkpoint_args, now):
+                for difference in differences(checkpoint_args, compat.arguments()):
                     log_once(f"SimReg: {difference}")
-            except Exception as error:
-                what = f"the checkpoint's settings of {name} cannot be read ({one_line(error)})"
-                if is_on:
-                    raise ValueError(
-                        f"{what}: resume with the version of simreg_megatron that wrote it, or drop the {flags} flags "
-                        f"to resume without {name}"
-                    ) from None
-                warn(f"{what}: the run resumes without {name}, as its flags say")
+            except Exception as error:  # a damaged record may be anything
+                warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}), those of the flags hold")
         return check_checkpoint_args(checkpoint_args, *args, **kwargs)
 
     return compared
@@ -269,11 +225,6 @@ def load_adagc(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
         if clipping := installation.current().clipping:
             clipping.load_state_dict(state.get(STATE_KEY))
         elif STATE_KEY in state:
-            if compat.has_parsed_arguments() and getattr(compat.arguments(), "ckpt_convert_format", None):
-                raise ValueError(
-                    "the checkpoint was written with --adagc, and a conversion without it would lose its averages: add "
-                    "--adagc to this command, too"
-                )
             log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
         return load_state_dict(scheduler, state, *args, **kwargs)
 

@@ -218,16 +218,7 @@ def _refuse_bypass(here: Installation, model: Any) -> None:
         return
     if not getattr(model, "post_process", True) or not here.regularizer().config.active:
         return
-    overrides = ""  # which function lies over the wrapped one, as far as that can be found
-    for name in (compat.MODEL_SEAM.name, "forward"):
-        owner = next((kind for kind in type(model).__mro__ if name in vars(kind)), None)
-        if name in vars(model):
-            overrides = f", but has a {name} of its own"
-        elif owner is not None and owner not in here.model_classes:
-            overrides = f", but {owner.__name__} overrides {name}"
-        if overrides:
-            break
     raise NotImplementedError(
         f"this {type(model).__name__} ended a training forward pass without calling the function that SimReg "
-        f"wraps, {compat.MODEL_SEAM.path}{overrides}: make it call that function, {WAY_OUT}"
+        f"wraps, {compat.MODEL_SEAM.path}: make the _postprocess or forward in its place call it, {WAY_OUT}"
     )

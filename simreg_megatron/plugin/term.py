@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.measures.metrics import Metrics
@@ -98,7 +101,7 @@ class Regularizer:
         self._hidden_size = model.config.hidden_size
         if not self._begin():
             return None
-        with compat.timed():
+        with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
             shard, main_states = tokens.shard, tokens.hidden_states
             states = self.inner_states.take(model, main_states)

@@ -21,8 +21,6 @@ from simreg_megatron.objectives import Scalar
 from simreg_megatron.parallel.collectives import share_work
 
 PREFIX = "simreg_"
-# Where averages have no names: torch's words under --ckpt-format torch, Megatron's of the distributed optimizer.
-_OTHER_SIZE = ("parameter group that doesn't match", "tensor for key optimizer.")
 _SHOWN = {"exp": torch.exp, "sigmoid": torch.sigmoid}
 _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided out
 
@@ -101,41 +99,3 @@ def as_logged(parts: tuple[SimRegConfig, ...], learned: Sequence[Mapping[str, Te
 
 def _shown(scalar: Scalar, value: Tensor) -> Tensor:
     return (_SHOWN[scalar.by](value) if scalar.by else value).clamp(max=scalar.most)
-
-
-def names(config: SimRegConfig) -> list[str]:
-    """Return the names of the parameters that the settings train, as a model has them."""
-    return [f"{PREFIX}{module}.{name}" for module, start in wanted(config).items() for name in start]
-
-
-def may_be_of_scalars(error: BaseException) -> bool:
-    """Return whether Megatron's error may be about the moments of such scalars, which it does not name."""
-    return any(words in str(error) for words in _OTHER_SIZE)
-
-
-def explain(
-    error: BaseException, config: SimRegConfig, before: SimRegConfig | None = None, *, is_distributed: bool = False
-) -> None:
-    """Raise a sentence in the place of what Megatron says of a checkpoint that has other scalars.
-
-    Args:
-        before: the settings that the checkpoint was written with, as far as they are known.
-        is_distributed: whether the optimizer is, which cannot load averages where some are missing.
-
-    Raises:
-        RuntimeError: the error is about one of them.
-    """
-    now, said = names(config), str(error)
-    if any(name in said for name in now):
-        remedy = f"--dist-ckpt-strictness log_all{' --no-load-optim' if is_distributed else ''}"
-        raise RuntimeError(
-            f"the checkpoint was written without {' and '.join(now)}, which these settings train: initialize "
-            f"{'them' if len(now) > 1 else 'it'} with {remedy}, or choose settings that train no scalars"
-        ) from error
-    then = now if before is None else names(before)
-    if then != now and may_be_of_scalars(error):
-        there, here = (" and ".join(some) or "no scalars of SimReg" for some in (then, now))
-        raise RuntimeError(
-            f"the checkpoint's optimizer trained {there}, and these settings train {here}: resume with the settings "
-            "that wrote it, or reset the optimizer's state with --no-load-optim"
-        ) from error

@@ -14,7 +14,7 @@ from simreg_megatron.plugin import compat, installation, log, refusals
 from simreg_megatron.plugin import loop as plugin_loop
 from simreg_megatron.plugin.log import write_scalars
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
-from simreg_megatron.weights import heads, learnable
+from simreg_megatron.weights import heads
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -194,16 +194,12 @@ def test_what_full_iteration_graphs_cannot_repeat_is_refused(graphs: dict, confi
 class Writer:
     def __init__(self) -> None:
         self.written: list[tuple] = []
-        self.layouts: list[dict] = []
 
     def add_scalar(self, name: str, value: torch.Tensor, iteration: int) -> None:
         self.written.append((name, value.item(), iteration))
 
     def log(self, values: dict, iteration: int) -> None:
         self.written += [(name, value.item(), iteration) for name, value in values.items()]
-
-    def add_custom_scalars(self, layout: dict) -> None:
-        self.layouts.append(layout)
 
 
 @pytest.mark.parametrize("there", [("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ()])
@@ -218,8 +214,6 @@ def test_values_reach_the_writers_that_are_open(there: tuple[str, ...], monkeypa
     write_scalars({"simreg loss": torch.tensor(0.25)}, 8)
     for name in there:
         assert writers[name].written == [("simreg loss", 0.5, 7), ("simreg loss", 0.25, 8)]
-        charts = {"SimReg": {"losses": ["Multiline", ["^lm loss$", "^simreg loss$"]]}}
-        assert writers[name].layouts == ([charts] if name == "tensorboard" else []), "once"
 
 
 def megatrons_line(total_loss_dict: dict, iteration: int, skipped_iter: int) -> None:
@@ -235,7 +229,6 @@ def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.Captur
     found = {name: torch.tensor(value) for name, value in means.items()}
     monkeypatch.setattr(log, "reduced_means", lambda **_: dict(found))
     monkeypatch.setattr(log, "write_scalars", lambda means, iteration: None)
-    monkeypatch.setattr(log, "log_timer", lambda *_: None)
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(log_interval=5))
     made = installation.Installation(SimRegConfig(lambda_=1), lambda config: ())
     monkeypatch.setattr(installation, "_installation", made)
@@ -250,14 +243,3 @@ def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.Captur
     found |= {name: value.abs() for name, value in found.items()}
     megatrons_log({"advanced iterations": 4}, 10, 0)
     assert len(capsys.readouterr().out.splitlines()) == 1, "where nothing is missing, nothing is said"
-
-
-def test_an_optimizer_of_other_scalars_is_named() -> None:
-    error = ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
-    plain, config = SimRegConfig(lambda_=1), SimRegConfig(lambda_=1, similarity="learnable")
-    with pytest.raises(RuntimeError, match=r"no scalars of SimReg, and .* simreg_similarity\.query and .*optim"):
-        learnable.explain(error, config, plain)
-    with pytest.raises(RuntimeError, match=r"simreg_similarity\.query and .* train no scalars of SimReg: resume"):
-        learnable.explain(error, plain, config)
-    learnable.explain(error, config, config)
-    learnable.explain(error, config)

@@ -154,15 +154,15 @@ def test_before_the_first_step(plant: Plant, monkeypatch, capsys: pytest.Capture
     config = SimRegConfig(lambda_=1, chunk_size=64)
     loop.choose_form(config, [model()], 4, 512)
     assert not shapes and fast_form(config, rows_like(config, model())) == "tiled", "nothing to try on a CPU"
-    monkeypatch.setattr(loop, "_is_worth_trying", lambda device: True)
+    monkeypatch.setattr(loop, "device_of", lambda models: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(trial.torch, "tensor", lambda value, device: torch.empty(()).fill_(value))
     loop.choose_form(SimRegConfig(lambda_=1, impl="triton"), [model()], 4, 512)
     loop.choose_form(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
     loop.choose_form(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
     assert not shapes
     loop.choose_form(config, [model()], 4, 512)
     assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
-    assert fast_form(config, rows_like(config, model())) == "triton"
-    assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
+    assert {("cuda", torch.bfloat16): "triton"} == simreg.AUTO
     said = capsys.readouterr().out
     assert "> SimReg: impl auto is triton on 4 x 128 x 16 (bfloat16, chunks of 64), which is right here" in said
     for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):

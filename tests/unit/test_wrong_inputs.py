@@ -78,7 +78,7 @@ OWN = "--data data/mine/train --tokenizer data/mine/tokenizer.model"
 SUBMIT = "submit --cluster cpu.env launch/pretrain_llama.sh --save-interval 5 --output out"
 FLAGS = [
     ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
-    ("--simreg-lambda 1 --simreg-layers 7", "--simreg-layers 7 is beyond the model, which has layers 1 to 4"),
+    ("--simreg-lambda 1 --simreg-chunk-size 1", "SimReg chunk size must be 0, or 2 or more, not 1"),
     ("--adagc-beta 0.9", "--adagc-beta has no effect without --adagc"),
 ]
 
