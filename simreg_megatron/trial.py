@@ -10,7 +10,6 @@ start of a job takes the same one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Form, Span, Tokens
+from simreg_megatron.kernels.form import Form, Tokens
 from simreg_megatron.losses.simreg import AUTO
 
 _FEW = 2048  # tokens of the chunk that two ranks share
@@ -56,73 +55,51 @@ def choose(shape: Shape, device: torch.device, group: dist.ProcessGroup | None =
 
 
 def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
-    """Compare a form with tiled in float32; return what is wrong with it, or nothing.
-
-    Raises:
-        RuntimeError: the form has left the GPU in a state in which nothing else can be computed.
-    """
-    try:
-        for how, errors, bounds in _compared(form_named(impl), shape, device):
-            if not all(error <= bound for error, bound in zip(errors, bounds, strict=True)):  # nor if one is NaN
-                return "is wrong{} (terms off by {:.1e}, gradient by {:.1e})".format(how, *errors)
-        _wait(device)
-    except Exception as error:  # a kernel that does not compile, memory that is not there, ...
-        try:
-            _wait(device)
-        except RuntimeError as dead:
-            raise RuntimeError(
-                f"SimReg tried impl {impl} on {device}, and the GPU has failed since ({_first(dead)}): "
-                "restart with --simreg-impl tiled, and please report it"
-            ) from dead
-        return f"fails ({type(error).__name__}: {_first(error)})"
-    return ""
-
-
-def _compared(form: Form, shape: Shape, device: torch.device) -> Iterator[tuple[str, list[float], tuple[float, float]]]:
-    """Yield how, the relative errors of terms and gradient, and their bounds.
+    """Compare a form with tiled in float32, in its terms and their gradient; return what is wrong with it, or nothing.
 
     All rows of the shape are computed, and the first two sequences compared; then one chunk with two documents, as
     two ranks compute it that share it, which takes other ways through the pairs.
     """
-    whole = sample(shape, device)
-    rows, labels, usable = (part[:, :1, :_FEW] for part in whole[:3])
-    last = rows.shape[2]
-    chunk = Tokens(rows, labels, usable, (torch.arange(last, device=device) * 2 // last).expand_as(labels))
-    parts = [(0, max(1, last // 3)), (max(1, last // 3), last)]
-    for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
-        lost = error_of_sums(shape.dtype, shape.width, tau)
-        bounds = 1e-5 + lost, 3e-4 + lost + torch.finfo(shape.dtype).eps / 2
-        for how, tokens, spans, is_shared in (
-            ("", whole, [(0, whole.rows.shape[2])], False),
-            (" on chunks that ranks share", chunk, parts, False),
-            (" on chunks that ranks share", chunk, parts, True),
-        ):
-            documents = None if tokens.documents is None else tokens.documents[:2]
-            two = Tokens(tokens.rows[:2].float(), tokens.labels[:2], tokens.usable[:2], documents)
-            exact = terms_and_gradient(form_named("tiled"), two, [(0, two.rows.shape[2])], tau)
-            found = terms_and_gradient(form, tokens, spans, tau, is_shared=is_shared)
-            yield how, [_apart(mine[:2], right) for mine, right in zip(found, exact, strict=True)], bounds
+    try:
+        whole = sample(shape, device)
+        rows, labels, usable = (part[:, :1, :_FEW] for part in whole[:3])
+        half = torch.arange(rows.shape[2], device=device) * 2 // rows.shape[2]
+        chunk = Tokens(rows, labels, usable, half.expand_as(labels))
+        for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
+            lost = error_of_sums(shape.dtype, shape.width, tau)
+            bounds = 1e-5 + lost, 3e-4 + lost + torch.finfo(shape.dtype).eps / 2
+            for how, tokens, compute in (("", whole, _on_one), (" on chunks that ranks share", chunk, _on_two)):
+                found = compute(form_named(impl), tokens, tau)
+                documents = None if tokens.documents is None else tokens.documents[:2]
+                first = Tokens(tokens.rows[:2].float(), tokens.labels[:2], tokens.usable[:2], documents)
+                exact = _on_one(form_named("tiled"), first, tau)
+                errors = [(mine[:2] - right).norm() / right.norm() for mine, right in zip(found, exact, strict=True)]
+                if not all(error <= bound for error, bound in zip(errors, bounds, strict=True)):  # nor if one is NaN
+                    return "is wrong{} (terms off by {:.1e}, gradient by {:.1e})".format(how, *errors)
+    except Exception as error:  # a kernel that does not compile, memory that is not there, ...
+        return f"fails ({type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]})"
+    return ""
 
 
-def terms_and_gradient(
-    form: Form, tokens: Tokens, spans: list[Span], tau: float, *, is_shared: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Compute SimReg's terms, and the gradient of their sum, as ranks do that hold a span of each chunk.
+def _on_one(form: Form, tokens: Tokens, tau: float) -> tuple[Tensor, Tensor]:
+    """Compute SimReg's terms, and the gradient of their sum."""
+    span, grad = (0, tokens.rows.shape[2]), torch.empty_like(tokens.rows)
+    found = form.measure(tokens, span, tau, keep=True)
+    form.pull_back(tokens.rows, found.kept, found.slopes, span, tau, grad)
+    return found.terms, grad
 
-    Args:
-        is_shared: each pair is computed on one of two ranks, for both; else all pairs of its anchors on each.
-    """
-    if is_shared:
-        (_, first), middle = spans[0], spans[0][1] // 2
-        rectangles = [[((0, middle), spans[1])], [(spans[1], (middle, first))]]
-        measured = [form.measure_part(tokens, *each, tau) for each in zip(spans, rectangles, strict=True)]
-        sums = measured[0][1] + measured[1][1]
-        pairs = zip(measured, spans, strict=True)
-        found = [form.finish(part, sums[..., slice(*span)], span, tau) for (part, _), span in pairs]
-    else:
-        found = [form.measure(tokens, span, tau, keep=True) for span in spans]
+
+def _on_two(form: Form, tokens: Tokens, tau: float) -> tuple[Tensor, Tensor]:
+    """Compute the same as two ranks do that hold a span of each chunk, each pair on one of them for both."""
+    length, grad = tokens.rows.shape[2], torch.empty_like(tokens.rows)
+    first = max(1, length // 3)
+    spans, middle = [(0, first), (first, length)], first // 2
+    rectangles = [[((0, middle), spans[1])], [(spans[1], (middle, first))]]
+    parts = [form.measure_part(tokens, *each, tau) for each in zip(spans, rectangles, strict=True)]
+    sums = parts[0][1] + parts[1][1]
+    pairs = zip(parts, spans, strict=True)
+    found = [form.finish(kept, sums[..., slice(*span)], span, tau) for (kept, _), span in pairs]
     pull = torch.cat([each.slopes for each in found], dim=-1)
-    grad = torch.empty_like(tokens.rows)
     for span, each in zip(spans, found, strict=True):
         form.pull_back(tokens.rows, each.kept, pull, span, tau, grad[:, :, slice(*span)])
     return torch.cat([each.terms for each in found], dim=-1), grad
@@ -145,24 +122,9 @@ def sample(shape: Shape, device: torch.device) -> Tokens:
     size, chances = (shape.length // chunk * chunk, shape.batch), 1 / torch.arange(1.0, 513)
     labels = torch.multinomial(chances, math.prod(size), replacement=True, generator=generator).view(size).to(device)
     usable = (torch.rand(size, generator=generator) < 0.9).to(device)
-    centres = (torch.randn(512, shape.width, generator=generator) + 1.5).to(device)
-    noise = torch.randn(1024, shape.width, generator=generator).to(device)  # used again and again: made on the host
+    centres = (torch.randn(512, shape.width, generator=generator) + 1.5).to(device, shape.dtype)
+    noise = 0.6 * torch.randn(1024, shape.width, generator=generator)  # used again and again: made on the host
     which = torch.randint(0, 1024, size, generator=generator).to(device)
-    rows = torch.empty(*size, shape.width, dtype=shape.dtype, device=device)
-    for number in range(shape.batch):  # without a copy of all rows in float32
-        rows[:, number] = centres[labels[:, number]] + 0.6 * noise[which[:, number]]
+    rows = centres[labels].add_(noise.to(device, shape.dtype)[which])
     rows, labels, usable = (part.transpose(0, 1).unflatten(1, (-1, chunk)) for part in (rows, labels, usable))
     return Tokens(rows, labels, usable, None)
-
-
-def _apart(one: Tensor, other: Tensor) -> float:
-    return (torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other)).item()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
