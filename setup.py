@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent
 
 def read_version() -> str:
     """The version that the package states, read as text: an import would need what is not installed yet."""
-    source = (ROOT / "simreg_megatron" / "__init__.py").read_text(encoding="utf-8")
+    source = (ROOT / "simreg_megatron" / "config" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
     if match is None:
-        raise RuntimeError('simreg_megatron/__init__.py has no line __version__ = "...": put it back.')
+        raise RuntimeError('simreg_megatron/config/__init__.py has no line __version__ = "...": put it back.')
     return match.group(1)
 
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from launch import data, preflight, sizes
 from launch.flags import flag_number, flag_value
 from launch.planned import ROOT, Machine, Plan
-from simreg_megatron.installed import python_path
+from simreg_megatron.cpu.installed import python_path
 from simreg_megatron.objectives.simreg import note_on_lambda
 
 BUILTIN_VOCABULARY = 4096

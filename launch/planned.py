@@ -36,7 +36,7 @@ def look_at_machine() -> Machine:
     import torch
 
     from simreg_megatron.cpu import backend as cpu_backend
-    from simreg_megatron.installed import broken_transformer_engine
+    from simreg_megatron.cpu.installed import broken_transformer_engine
 
     gpus = 0 if cpu_backend.is_active() else torch.cuda.device_count()  # its stand-ins would count as GPUs
     if gpus and (broken := broken_transformer_engine()):  # a run on CPUs does without it

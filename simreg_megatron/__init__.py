@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config import SimRegConfig, __version__
 
-__version__ = "0.1.0"
-__all__ = ["SimRegConfig", "install", "uninstall"]
+__all__ = ["SimRegConfig", "__version__", "install", "uninstall"]
 
 
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:

@@ -22,9 +22,9 @@ def run(argv: list[str], *, plain: bool = False) -> None:
     Megatron is that of the script's folder, if it has one, as under `python SCRIPT`. The CPU backend comes first if
     `--simreg-cpu` or SIMREG_CPU asks for it: it must precede Megatron's import.
     """
-    from simreg_megatron import install
     from simreg_megatron.cpu import backend as cpu_backend
-    from simreg_megatron.installed import without_make
+    from simreg_megatron.cpu.installed import without_make
+    from simreg_megatron.plugin import hooks
     from simreg_megatron.plugin.compat import MegatronSeamError, has_training_loop
 
     script = argv[0]
@@ -38,7 +38,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         elif not {"-h", "--help"} & set(argv):
             cpu_backend.require_gpu()
         if not plain:
-            install()
+            hooks.install()
         elif mode is not None:  # no parser of ours is there, which knows the flag and has the defaults that go with it
             rest = [word for word in argv[1:] if word.partition("=")[0] != "--simreg-cpu"]
             argv = [script, *cpu_backend.MEGATRON_FLAGS, *rest]

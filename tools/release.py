@@ -30,7 +30,10 @@ def notes(tag: str, root: Path = ROOT) -> str:
     if found is None:
         raise NotReady(f"{tag} is not a version: a tag is v, three numbers with dots, and rcN for a candidate")
     version = found[1]
-    for name, pattern in (("simreg_megatron/__init__.py", r'__version__ = "(.+)"'), ("CITATION.cff", r"version: (.+)")):
+    for name, pattern in (
+        ("simreg_megatron/config/__init__.py", r'__version__ = "(.+)"'),
+        ("CITATION.cff", r"version: (.+)"),
+    ):
         stated = re.search(f"(?m)^{pattern}$", (root / name).read_text(encoding="utf-8"))
         if stated is None or stated[1] != version:
             raise NotReady(

@@ -77,7 +77,7 @@ def _digests(given: dict[str, Any], dtype: str) -> tuple[str, str]:
     import torch
 
     from simreg_megatron import SimRegConfig
-    from simreg_megatron.weights import learnable
+    from simreg_megatron.parallel import learnable
 
     try:
         from simreg_megatron.plugin.term import Regularizer
@@ -153,7 +153,7 @@ def at_commit(ref: str, cases: list[dict[str, Any]], *, with_kernels: bool) -> d
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, ref], cwd=ROOT, check=True)
         try:
             command = [sys.executable, __file__, _HERE, *(["--kernels"] if with_kernels else [])]
-            from simreg_megatron.installed import python_path  # not in that worktree, where this file runs, too
+            from simreg_megatron.cpu.installed import python_path  # not in that worktree, where this file runs, too
 
             environment = {**os.environ, "PYTHONPATH": python_path(tree)}
             done = subprocess.run(

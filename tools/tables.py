@@ -44,10 +44,9 @@ class Table:
 
 
 _PLUGIN = (
-    "simreg_megatron/__init__.py", "simreg_megatron/adagc/adagc.py",
-    "simreg_megatron/notices.py", "simreg_megatron/trial.py",
+    "simreg_megatron/__init__.py", "simreg_megatron/adagc/adagc.py", "simreg_megatron/notices.py",
     *(f"simreg_megatron/{room}/**/*.py" for room in
-      ("config", "objectives", "kernels", "losses", "parallel", "sharded", "weights", "measures", "cpu", "plugin")),
+      ("config", "objectives", "kernels", "losses", "parallel", "measures", "cpu", "plugin")),
 )  # fmt: skip
 _MODULES = ("compare", "driver", "expected", "inputs", "loops", "measure", "pretrain", "record", "releases", "tiny")
 TABLES = {

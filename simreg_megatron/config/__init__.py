@@ -4,4 +4,5 @@
 from simreg_megatron.config.adagc import AdaGCConfig
 from simreg_megatron.config.simreg import SimRegConfig
 
+__version__ = "0.1.0"
 __all__ = ["AdaGCConfig", "SimRegConfig"]

@@ -23,7 +23,7 @@ def adapt_megatron() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from simreg_megatron.cpu import attention as cpu_attention
-    from simreg_megatron.installed import without_make
+    from simreg_megatron.cpu.installed import without_make
 
     build = functools.partial(_build_for_this_python, dataset_utils.compile_helpers)
     dataset_utils.compile_helpers = without_make(build)

@@ -74,7 +74,7 @@ def simreg_loss(
             number of anchors of all sequences, 0 where there are none.
         impl: "reference": a matrix of all pairs of a chunk, every option; "tiled": tile by tile, memory O(n), only
             for similarity "cosine" and self_positive "always"; "triton": the same on a GPU, with Triton;
-            "auto": the one that `simreg_megatron.trial` chose, else tiled; reference for all other options.
+            "auto": the one that `simreg_megatron.losses.trial` chose, else tiled; reference for all other options.
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.

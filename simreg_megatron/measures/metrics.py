@@ -13,17 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.geometry import norm_table
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.measures import naming, slots
+from simreg_megatron.measures import geometry, naming, slots
+from simreg_megatron.measures.geometry import norm_table
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.collectives import quantiles_over
+from simreg_megatron.parallel.heads import has_whole_head, margins
+from simreg_megatron.parallel.learnable import as_logged
+from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import EveryKth, SequenceShard
-from simreg_megatron.sharded.pairs import View
-from simreg_megatron.weights.heads import has_whole_head, margins
-from simreg_megatron.weights.learnable import as_logged
 
 logger = logging.getLogger("simreg_megatron")
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron import geometry
-from simreg_megatron.geometry import NormSums, coefficient_of_variation, cohens_d, mean_norm
-from simreg_megatron.measures import slots
+from simreg_megatron.measures import geometry, slots
+from simreg_megatron.measures.geometry import NormSums, coefficient_of_variation, cohens_d, mean_norm
 
 _SHARES = (0.1, 0.5, 0.9)
 QUANTILES = {f"simreg margin {share:.0%}": share for share in _SHARES}

@@ -28,9 +28,9 @@ class Kind(enum.Enum):
     PAIRS = "chunks"
     """terms(*, temperature, **options) -> BlockTerms of `simreg_megatron.losses`: the terms of a block of chunks."""
     SEQUENCES = "whole sequences of a micro-batch"
-    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.sharded.by_sequence`."""
+    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.parallel.by_sequence`."""
     SUMS = "sums over a sample"
-    """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.sharded.samples`."""
+    """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.parallel.samples`."""
     HEAD = "the output layer"
     """terms(losses) -> losses, of each token: its cross-entropy, or its normalizer where labels are not used."""
 
@@ -76,7 +76,7 @@ class Objective:
         idle_with: by name of an option, the other one and its value with which it has no effect.
         other_options: options that only the plugin reads; they are not passed to the terms.
         not_offered: (option, value) of the original method that the plugin does not support, and why.
-        terms: computes its terms, see `Kind`; None in this package, where `sharded.objectives` has them.
+        terms: computes its terms, see `Kind`; None in this package, where `parallel.objectives` has them.
         check: (options, temperature, chunk size); raises ValueError for settings that contradict each other.
         scalars: (options, temperature); the parameters that it trains itself, by name.
         warning: (options); a warning for the start of the run, or None.

@@ -10,7 +10,7 @@ from typing import Any
 from simreg_megatron import notices
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
-from simreg_megatron.installed import without_make
+from simreg_megatron.cpu.installed import without_make
 from simreg_megatron.plugin import compat, installation, log, loop, model
 from simreg_megatron.plugin.installation import Installation, Wrapper
 from simreg_megatron.plugin.refusals import WAY_OUT

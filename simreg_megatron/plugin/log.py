@@ -13,9 +13,9 @@ from torch import Tensor
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.measures.naming import add_to_console, left_out_of_console
 from simreg_megatron.notices import say
+from simreg_megatron.parallel.sequence import fast_form
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
-from simreg_megatron.sharded.sequence import fast_form
 
 
 def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from simreg_megatron import trial
 from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import adagc_differences_to_checkpoint, adagc_from_args, differences_to_checkpoint
+from simreg_megatron.losses import trial
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import forget, log_once, one_line, warn
 from simreg_megatron.objectives.simreg import note_on_lambda
+from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation, log
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.model import watch
@@ -32,7 +33,6 @@ from simreg_megatron.plugin.refusals import (
 )
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.plugin.tokens import device_of, open_row_group, rows_dtype
-from simreg_megatron.weights import learnable
 
 STATE_KEY = "simreg_adagc"  # AdaGC's in the scheduler's part of a checkpoint, which every format of Megatron keeps
 

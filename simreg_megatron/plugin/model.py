@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.installation import Installation
 from simreg_megatron.plugin.refusals import OTHER_LOSS, WAY_OUT, refuse_decoder
 from simreg_megatron.plugin.term import Regularizer, Terms
-from simreg_megatron.weights import learnable
 
 
 def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.parallel import heads
 from simreg_megatron.plugin import compat
-from simreg_megatron.weights import heads
 
 WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
 WHOLE_GRAPH = "--cuda-graph-impl full_iteration"

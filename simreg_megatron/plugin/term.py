@@ -20,17 +20,17 @@ from torch.profiler import record_function
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.measures.metrics import Metrics
+from simreg_megatron.measures.strength import Strength
 from simreg_megatron.parallel.collectives import add_gradient
+from simreg_megatron.parallel.heads import head_terms
+from simreg_megatron.parallel.learnable import learned_scalars
+from simreg_megatron.parallel.objectives import objective_terms
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.layers import InnerStates
 from simreg_megatron.plugin.refusals import OTHER_LOSS
 from simreg_megatron.plugin.tokens import Reader, Tokens
-from simreg_megatron.sharded.objectives import objective_terms
-from simreg_megatron.sharded.pairs import View
-from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
-from simreg_megatron.weights.heads import head_terms
-from simreg_megatron.weights.learnable import learned_scalars
-from simreg_megatron.weights.strength import Strength
 
 _NOT_FINITE = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "

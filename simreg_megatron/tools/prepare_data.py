@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron import __version__
+from simreg_megatron.config import __version__
 from simreg_megatron.tools import builtin_corpus
 from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter, describe_files, find_changed, token_dtype
 from simreg_megatron.tools.text_sources import READABLE, Group, file_bytes, find_groups, load_group, texts_of

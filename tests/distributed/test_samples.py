@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron import SimRegConfig, geometry
-from simreg_megatron.measures import metrics, slots
+from simreg_megatron import SimRegConfig
+from simreg_megatron.measures import geometry, metrics, slots
 from simreg_megatron.measures.naming import QUANTILES, RIGHT_QUANTILES
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.objectives import objective_terms
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.objectives import objective_terms
-from simreg_megatron.sharded.pairs import View
-from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.distributed.test_shard import LENGTH, TIGHT, WIDTH, over, part_of, pick, run_layout, sample
 from tests.helpers.processes import run_processes
 

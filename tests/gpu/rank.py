@@ -145,7 +145,7 @@ def main() -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from simreg_megatron import install
-    from simreg_megatron.installed import without_make
+    from simreg_megatron.cpu.installed import without_make
     from simreg_megatron.plugin import log
 
     without = GPTModel._postprocess

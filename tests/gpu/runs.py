@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
-from simreg_megatron.installed import broken_transformer_engine
+from simreg_megatron.cpu.installed import broken_transformer_engine
 from simreg_megatron.kernels.form import FORMS
 from tests.megatron.runs import PRETRAIN, torchrun
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.trial import error_of_sums
+from simreg_megatron.losses.trial import error_of_sums
 from tests.gpu.runs import IMPLS
 from tests.gpu.tf32 import apart, tokens
 from tests.helpers import jobs

@@ -74,7 +74,7 @@ def main() -> None:
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.tools.logging import init_logger
 
-    from simreg_megatron.titan import SimRegLoss
+    from simreg_megatron.loop.titan import SimRegLoss
 
     config = llama3_debugmodel()
     training, has_rows = config.training, hasattr(config.training, "seq_len")  # release 0.3; later ones have tokens

@@ -117,7 +117,7 @@ def local_means_logged() -> None:
 
 def vocabulary_not_gathered() -> None:
     """A truncated output layer is normalized over each rank's own part of the vocabulary."""
-    from simreg_megatron.weights import heads
+    from simreg_megatron.parallel import heads
 
     losses = heads.truncated_head_losses
     heads.truncated_head_losses = lambda rows, local, here, head: losses(
@@ -135,7 +135,7 @@ def halved_weight_gradient() -> None:
 
 def other_anchors_dropped() -> None:
     """Each tensor-parallel rank takes its own anchors alone backwards through its part of the vocabulary."""
-    from simreg_megatron.weights import heads
+    from simreg_megatron.parallel import heads
 
     share = heads.share_work
     heads.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig, install, uninstall
-from simreg_megatron.bridge import SimRegCallback
 from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.loop.bridge import SimRegCallback
 from tests.megatron.own_script import build_model, gradients, sample, start
 
 EVENTS = ("on_data_init_start", "on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end")

@@ -21,7 +21,7 @@ _MODULES = (
     "simreg_megatron.tools.indexed",
     "simreg_megatron.plugin.hooks",
     "simreg_megatron.pretrain",
-    "simreg_megatron.sharded.sequence",
+    "simreg_megatron.parallel.sequence",
     "torch.utils.serialization.config",
     "pytest",  # the modules of the functions that ranks run need it
 )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
-from simreg_megatron.installed import python_path
+from simreg_megatron.cpu.installed import python_path
 from tests.helpers import jobs
 from tests.megatron import forks
 from tests.megatron.parameters import Shard

@@ -80,7 +80,7 @@ def in_main_grad() -> None:
 
 def in_main_grad_unseen() -> None:
     """The same, and the truncated output layer leaves its gradient to autograd."""
-    from simreg_megatron.weights import heads
+    from simreg_megatron.parallel import heads
 
     in_main_grad()
     truncated = heads._truncated

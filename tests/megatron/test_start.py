@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from simreg_megatron import __main__ as entry
-from simreg_megatron import installed
+from simreg_megatron.cpu import installed
 from simreg_megatron.plugin.compat import MegatronSeamError
 from tests.helpers import jobs
 from tests.helpers.quick import quick

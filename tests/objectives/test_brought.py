@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron import objectives
-from simreg_megatron.installed import python_path
+from simreg_megatron.cpu.installed import python_path
 from tests.helpers import jobs
 from tests.helpers.pages import ROOT, blocks
 

@@ -84,7 +84,7 @@ def main() -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from simreg_megatron.bridge import SimRegCallback
+    from simreg_megatron.loop.bridge import SimRegCallback
 
     callbacks = []
     if sys.argv[1] == "simreg":

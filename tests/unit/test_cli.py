@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 
-from simreg_megatron import cli, doctor
-from simreg_megatron.installed import broken_transformer_engine
+from simreg_megatron import cli
+from simreg_megatron.cli import doctor
+from simreg_megatron.cpu.installed import broken_transformer_engine
 from simreg_megatron.notices import SentenceError, one_line
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.arguments import add_simreg_arguments

@@ -126,7 +126,7 @@ def file_of(framework: str, **modules: dict[str, Any]) -> dict[str, Any]:
 
 def ask(models: list[Any], forward_backward: Callable[[], Any]) -> None:
     """The page's function."""
-    file_of("simreg_megatron.contract")["ask"](models, forward_backward)
+    file_of("simreg_megatron.loop.contract")["ask"](models, forward_backward)
 
 
 # ---- ms-swift ------------------------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ def a_class_of_its_own_that_is_wrapped_is_known() -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
 
-    from simreg_megatron.contract import ContractError, check
     from simreg_megatron.loop import begin_run, wrap_model
+    from simreg_megatron.loop.contract import ContractError, check
 
     class Own(LanguageModule):
         def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -458,7 +458,7 @@ def labelled_step(model: Any, most: int = 9999) -> Tensor:
 
 
 def refusal(model: Any, forward_backward: Callable[[], Any]) -> str:
-    from simreg_megatron.contract import ContractError, check
+    from simreg_megatron.loop.contract import ContractError, check
 
     with pytest.raises(ContractError) as error:
         check(model, forward_backward)
@@ -467,7 +467,7 @@ def refusal(model: Any, forward_backward: Callable[[], Any]) -> str:
 
 @contract
 def a_sound_loop_keeps_the_contract() -> None:
-    from simreg_megatron.contract import check
+    from simreg_megatron.loop.contract import check
 
     model = build()
     install(config=CONFIG)
@@ -480,7 +480,7 @@ def a_sound_loop_keeps_the_contract() -> None:
 
 @contract
 def a_lambda_that_changes_is_checked_where_it_is_whole() -> None:
-    from simreg_megatron.contract import check
+    from simreg_megatron.loop.contract import check
 
     model = build()
     install(config=CONFIG)
@@ -546,7 +546,7 @@ def train_with_liger(*, installs_first: bool) -> None:
     from megatron.core.models.common.language_module import language_module
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy as megatrons
 
-    from simreg_megatron.contract import check
+    from simreg_megatron.loop.contract import check
 
     used: list[str] = []
 

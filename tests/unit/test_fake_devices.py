@@ -24,9 +24,8 @@ from simreg_megatron import objectives
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.simreg import IMPLEMENTATIONS
 from simreg_megatron.losses import placebo
+from simreg_megatron.parallel import learnable, samples
 from simreg_megatron.plugin.term import Regularizer
-from simreg_megatron.sharded import samples
-from simreg_megatron.weights import learnable
 
 LAYOUT, RANK = Layout(tensor=2, context=2, sequence_parallel=True), (1, 0)
 BATCH, WIDTH, VOCABULARY = 2, 64, 600

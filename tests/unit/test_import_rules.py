@@ -43,40 +43,28 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only adagc, contract, cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
+# Only adagc, cpu, loop, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "objectives": room(),
     "config": room("objectives"),
-    "losses": room("kernels objectives", "torch"),
     "kernels": room(packages="torch triton"),
-    "adagc": room("config notices", "torch megatron"),
-    "geometry": room("kernels losses", "torch"),
-    "parallel": room(packages="numpy torch"),
-    "trial": room("kernels losses", "torch"),
+    "losses": room("kernels objectives", "torch"),
     "notices": room(packages="torch"),
-    "sharded": room("config objectives losses kernels parallel notices", "torch"),
-    "weights": room("config losses notices objectives parallel", "torch"),
-    "measures": room("config geometry losses notices parallel sharded weights", "torch"),
-    "cpu": room("installed", "torch megatron"),
-    "plugin": room(
-        "cpu config objectives losses kernels adagc parallel sharded weights measures trial installed notices",
-        "torch megatron transformer_engine apex wandb",
-    ),
+    "adagc": room("config notices", "torch megatron"),
+    "parallel": room("config kernels losses notices objectives", "numpy torch"),
+    "measures": room("config kernels losses notices parallel", "torch"),
+    "cpu": room(packages="torch megatron transformer_engine"),
+    "plugin": room("adagc config cpu kernels losses measures notices objectives parallel", "torch megatron apex wandb"),
     TOP: room("config plugin"),
-    "loop": room("config plugin"),
-    "bridge": room("loop plugin", "torch"),
-    "titan": room("losses trial", "torch torchtitan spmd_types"),
-    "contract": room("loop plugin weights", "torch megatron"),
-    "pretrain": room(f"{TOP} config plugin", "torch megatron"),
+    "loop": room("config losses parallel plugin", "torch megatron torchtitan spmd_types"),
+    "pretrain": room("config plugin", "torch megatron"),
+    "__main__": room("cpu plugin", "megatron"),
     "tools": room(
-        f"{TOP} cpu config geometry notices plugin pretrain",
+        "config cpu notices",
         "torch megatron numpy datasets multiprocess sentencepiece transformers tokenizers safetensors huggingface_hub "
         "lm_eval filelock fsspec matplotlib tensorboard zstandard",
     ),
-    "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
-    "installed": room(packages="transformer_engine"),
-    "doctor": room(f"{TOP} cpu installed notices plugin trial", "torch"),
-    "cli": room(f"{TOP} doctor notices plugin tools"),
+    "cli": room("config cpu losses notices plugin tools", "torch"),
 }
 
 

@@ -9,9 +9,9 @@ import torch
 from benchmarks.cases import hidden_states
 from benchmarks.emulation import predicted_bytes
 from benchmarks.measure import peak_bytes
-from simreg_megatron import geometry
-from simreg_megatron.geometry import norm_table, pair_cosines
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.measures import geometry
+from simreg_megatron.measures.geometry import norm_table, pair_cosines
 from tests.helpers.fixtures import random_tokens
 
 MIB = 1 << 20

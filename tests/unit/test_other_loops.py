@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simreg_megatron import SimRegConfig, contract, loop
+from simreg_megatron import SimRegConfig, loop
 from simreg_megatron.adagc.clipping import Clipping
+from simreg_megatron.loop import contract
+from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin import loop as plugin_loop
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.model import regularize
-from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import One
 
 TOO_WIDE = "objective simreg cannot take 16 features of states of width 8: give prefixes of at most 8"

@@ -13,10 +13,9 @@ from torch.nn import functional
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import prefixes_ce_loss
 from simreg_megatron.losses.prefixes_ce import default_prefixes
-from simreg_megatron.parallel import truncated_head
+from simreg_megatron.parallel import heads, truncated_head
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 from simreg_megatron.plugin import refusals
-from simreg_megatron.weights import heads
 from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, measuring, micro_batch
 
 TOKENS, VOCABULARY, PREFIXES = 7, 11, (2, 5)

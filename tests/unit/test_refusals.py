@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig, notices
+from simreg_megatron.parallel import heads
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat, installation, log, refusals
 from simreg_megatron.plugin import loop as plugin_loop
 from simreg_megatron.plugin.log import write_scalars
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
-from simreg_megatron.weights import heads
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 

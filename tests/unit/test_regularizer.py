@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from simreg_megatron import SimRegConfig, geometry, notices
-from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
+from simreg_megatron import SimRegConfig, notices
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.measures import metrics
+from simreg_megatron.measures import geometry, metrics
+from simreg_megatron.measures.geometry import mean_angle_degrees, pair_cosines
+from simreg_megatron.parallel import learnable
 from simreg_megatron.parallel.collectives import add_gradient
+from simreg_megatron.parallel.learnable import Scalars
 from simreg_megatron.plugin import term
 from simreg_megatron.plugin.term import Regularizer
-from simreg_megatron.weights import learnable
-from simreg_megatron.weights.learnable import Scalars
 from tests.helpers.fixtures import One
 
 BATCH, LENGTH, WIDTH = 2, 12, 8

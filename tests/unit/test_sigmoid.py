@@ -13,11 +13,11 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
 from simreg_megatron.objectives import Scalar
+from simreg_megatron.parallel import learnable
 from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.objectives import objective_terms
+from simreg_megatron.parallel.sequence import chunk_views
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.objectives import objective_terms
-from simreg_megatron.sharded.sequence import chunk_views
-from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import fixture_f1, random_tokens, without_pairs
 from tests.helpers.ways import kept_bytes
 from tests.unit.test_simreg_facts import assert_prints

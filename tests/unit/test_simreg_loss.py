@@ -17,9 +17,9 @@ from simreg_megatron.losses._chunks import Block
 from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
 from simreg_megatron.losses.simreg import _logits
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
+from simreg_megatron.parallel import sequence
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded import sequence
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.helpers.oracle import naive_simreg
 from tests.helpers.quick import quick

@@ -30,7 +30,7 @@ def rows() -> tuple[int, ...]:
 def a_loss(**options: Any) -> Any:
     from torchtitan.distributed import utils
 
-    from simreg_megatron.titan import SimRegLoss
+    from simreg_megatron.loop.titan import SimRegLoss
 
     utils.set_spmd_backend("spmd_types")
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_the_gradient_is_cross_entropys_and_simregs(masks_documents: bool) -> No
 
 
 def test_what_it_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from simreg_megatron import titan
+    from simreg_megatron.loop import titan
 
     states, labels = torch.randn(*rows(), WIDTH, requires_grad=True), torch.zeros(rows(), dtype=torch.long)
     with pytest.raises(ValueError, match="simreg_document_mask needs positions"):

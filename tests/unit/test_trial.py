@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron import SimRegConfig, cli, doctor, trial
+from simreg_megatron import SimRegConfig, cli
+from simreg_megatron.cli import doctor
 from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.kernels.form import Form, Measured, Tokens
 from simreg_megatron.kernels.torch import TorchForm
-from simreg_megatron.losses import simreg
+from simreg_megatron.losses import simreg, trial
+from simreg_megatron.losses.trial import Shape
+from simreg_megatron.parallel.sequence import fast_form
 from simreg_megatron.plugin import loop
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
-from simreg_megatron.sharded.sequence import fast_form
-from simreg_megatron.trial import Shape
 from tests.helpers.processes import run_processes
 
 

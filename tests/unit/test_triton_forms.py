@@ -21,7 +21,7 @@ from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.layout import ShardLayout
-from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
+from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
 from tests.gpu.tf32 import apart
 from tests.helpers import jobs

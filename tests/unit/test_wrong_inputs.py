@@ -12,7 +12,7 @@ import pytest
 from launch import launcher, preflight
 from launch.slurm import submit
 from simreg_megatron import cli
-from simreg_megatron.installed import python_path
+from simreg_megatron.cpu.installed import python_path
 from simreg_megatron.tools.builtin_corpus import write_pair
 from simreg_megatron.tools.tokenizers import train_tokenizer
 from tests.helpers import jobs

@@ -14,7 +14,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from simreg_megatron import __version__, doctor
+from simreg_megatron.cli import doctor
+from simreg_megatron.config import __version__
 from simreg_megatron.notices import SentenceError
 from simreg_megatron.tools import curves, evaluate, export_hf, import_hf, prepare_data
 
@@ -73,7 +74,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(f"error: {sentence}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

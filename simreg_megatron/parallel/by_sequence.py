@@ -17,9 +17,9 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.cpretrain import scaled
 from simreg_megatron.losses.simcse import Pooled, first_part, last_positions, pooled, sequence_losses, two_views
 from simreg_megatron.parallel.collectives import sum_over
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.samples import Replicas, own_tokens, sum_over_sequence
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.pairs import View
-from simreg_megatron.sharded.samples import Replicas, own_tokens, sum_over_sequence
 
 
 def simcse_terms(

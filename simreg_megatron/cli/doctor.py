@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron import __version__
-from simreg_megatron.installed import broken_transformer_engine
+from simreg_megatron.config import __version__
+from simreg_megatron.cpu.installed import broken_transformer_engine
 from simreg_megatron.notices import SentenceError
 
 _DESCRIPTION = """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
@@ -127,7 +127,7 @@ def _try_triton() -> bool:
     """Try SimReg's Triton kernels on the shapes of two models of the paper; return False where there is no GPU."""
     import torch
 
-    from simreg_megatron.trial import Shape, failure_of
+    from simreg_megatron.losses.trial import Shape, failure_of
 
     if not torch.cuda.is_available():
         print("torch sees no GPU here, so SimReg's kernels cannot be tried on one.")
@@ -152,7 +152,7 @@ _ONE_STEP = (
 
 def _train_one_step() -> bool:
     """Train a tiny model for one step, started as a user's run is; print Megatron's log line of it, or the error."""
-    script = Path(__file__).with_name("pretrain.py")
+    script = Path(__file__).parents[1] / "pretrain.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "simreg_megatron", str(script)]
     done = subprocess.run([*command, *_ONE_STEP], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if "simreg loss" in line]

@@ -25,8 +25,7 @@ from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.tools.logging import logger
 
-from simreg_megatron import trial
-from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses import simreg_loss, trial
 
 
 class SimRegLoss(ChunkedLossWrapper):

@@ -22,10 +22,10 @@ from simreg_megatron.losses.placebo import uninformative_labels
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
+from simreg_megatron.parallel.documents import Documents
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
+from simreg_megatron.parallel.pairs import Pairs, View, terms_over_ranks
 from simreg_megatron.parallel.shard import Located, SequenceShard
-from simreg_megatron.sharded.documents import Documents
-from simreg_megatron.sharded.pairs import Pairs, View, terms_over_ranks
 
 
 def simreg_over_ranks(

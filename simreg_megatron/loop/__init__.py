@@ -11,7 +11,7 @@
 A loop that calls none of them still trains with SimReg, as long as it passes labels to its models. But SimReg's values
 are then neither measured nor logged (objective none is an error), lambda cannot follow a schedule, and `impl="auto"`
 does not look for a faster implementation than tiled.
-`simreg_megatron.contract.check` tests whether a loop trains correctly with SimReg.
+`simreg_megatron.loop.contract.check` tests whether a loop trains correctly with SimReg.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from simreg_megatron.losses.creg import creg_terms
 from simreg_megatron.losses.sce import sce_terms
 from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.objectives.record import Kind, OptionKind
+from simreg_megatron.parallel import by_sequence, samples
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.samples import Replicas
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded import by_sequence, samples
-from simreg_megatron.sharded.pairs import View
-from simreg_megatron.sharded.samples import Replicas
 
 _TERMS: dict[Kind, dict[str, Callable[..., Any]]] = {
     Kind.PAIRS: {"cpretrain": cpretrain_terms, "creg": creg_terms, "sce": sce_terms, "sigmoid": sigmoid_terms},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import log_once
-from simreg_megatron.weights.learnable import wanted
+from simreg_megatron.parallel.learnable import wanted
 
 _NEEDS_LOOP = (
     "a SimReg lambda that changes (--simreg-start-iter, --simreg-warmup-iters, --simreg-lambda-schedule, "

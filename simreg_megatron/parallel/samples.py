@@ -30,8 +30,8 @@ from simreg_megatron.losses.sigreg import (
 )
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.collectives import sum_over
+from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded.pairs import View
 
 Replicas = Callable[[], dist.ProcessGroup]
 """Returns the group of the ranks with other sequences; called only by objectives that compare these."""

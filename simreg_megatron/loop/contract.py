@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.loop import begin_run
-from simreg_megatron.weights import learnable
 
 _ENDLESS = 10**12  # iterations
 
