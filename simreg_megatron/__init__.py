@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from simreg_megatron.config import SimRegConfig, __version__
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config import __version__ as __version__
 
-__all__ = ["SimRegConfig", "__version__", "install", "uninstall"]
+__all__ = ["SimRegConfig", "install", "uninstall"]
 
 
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
