@@ -10,6 +10,7 @@ of iteration i, counted from 0; S = start_iter; N = round(off_after * iterations
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -35,11 +36,11 @@ class Schedule:
     off_after: float = 1.0
     start_iter: int = 0
 
-    @property
+    @functools.cached_property
     def is_constant(self) -> bool:
         return not (self.start_iter or self.warmup_iters or self.needs_length)
 
-    @property
+    @functools.cached_property
     def needs_length(self) -> bool:
         """Return whether the factor depends on how long the training is."""
         return self.shape != "constant" or self.off_after < 1

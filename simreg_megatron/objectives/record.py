@@ -28,7 +28,7 @@ class Kind(enum.Enum):
     PAIRS = "chunks"
     """terms(*, temperature, **options) -> BlockTerms of `simreg_megatron.losses`: the terms of a block of chunks."""
     SEQUENCES = "whole sequences of a micro-batch"
-    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.parallel.by_sequence`."""
+    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.parallel.samples`."""
     SUMS = "sums over a sample"
     """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.parallel.samples`."""
     HEAD = "the output layer"

@@ -77,8 +77,6 @@ def refuse_without(config: SimRegConfig, model: Any) -> None:
 def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Return the scalars by name, in float32. Gradients are summed over tensor ranks, whose anchors differ."""
     found: dict[str, Tensor] = {}
-    if not config.trains_scalars:
-        return found
     refuse_without(config, model)
     for module, start in wanted(config).items():
         scalars = getattr(model, PREFIX + module)()

@@ -19,14 +19,14 @@ from simreg_megatron.losses.creg import creg_terms
 from simreg_megatron.losses.sce import sce_terms
 from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.objectives.record import Kind, OptionKind
-from simreg_megatron.parallel import by_sequence, samples
+from simreg_megatron.parallel import samples
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.samples import Replicas
 from simreg_megatron.parallel.shard import SequenceShard
 
 _TERMS: dict[Kind, dict[str, Callable[..., Any]]] = {
     Kind.PAIRS: {"cpretrain": cpretrain_terms, "creg": creg_terms, "sce": sce_terms, "sigmoid": sigmoid_terms},
-    Kind.SEQUENCES: {"simcse": by_sequence.simcse_terms, "cpretrain": by_sequence.cpretrain_terms},
+    Kind.SEQUENCES: {"simcse": samples.simcse_terms, "cpretrain": samples.cpretrain_terms},
     Kind.SUMS: {"sigreg": samples.sigreg_terms, "mic": samples.mic_terms, "dispersion": samples.dispersion_terms},
 }
 """The functions that compute the terms of each objective of this package; see `Kind` for their parameters."""

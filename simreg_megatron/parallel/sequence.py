@@ -9,9 +9,11 @@ Shapes: S rows of this rank, B micro-batch, D hidden, K tokens in a view, A anch
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
@@ -22,10 +24,47 @@ from simreg_megatron.losses.placebo import uninformative_labels
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
-from simreg_megatron.parallel.documents import Documents
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
 from simreg_megatron.parallel.pairs import Pairs, View, terms_over_ranks
 from simreg_megatron.parallel.shard import Located, SequenceShard
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """Documents end with a token of their own: document of position i = end tokens among the inputs before i.
+
+    The inputs are the labels, one position later; so an end token itself still belongs to the document it ends, as in
+    Megatron's masks. What stands before the first label of a stretch is not known: the first two positions of a
+    stretch count as one document even if it begins with an end token.
+    """
+
+    token: int
+    needs_domain = True  # counted from the first label on
+
+    def of(self, labels: Tensor, stretch: Run) -> Tensor:
+        """[B, tokens of the stretch] from the labels [B, tokens of the stretch]."""
+        ends = (labels == self.token).long().cumsum(dim=1)
+        return F.pad(ends, (2, 0))[:, : labels.shape[1]]
+
+
+@dataclass(frozen=True)
+class PackedLengths:
+    """Documents lie one after the other in one row: document of position i = borders at or before i.
+
+    Attributes:
+        borders: int [documents + 1] on the device, cumulative lengths from 0 (Megatron's cu_seqlens).
+    """
+
+    borders: Tensor
+    needs_domain = False
+
+    def of(self, labels: Tensor, stretch: Run) -> Tensor:
+        """[1, tokens of the stretch]."""
+        positions = torch.arange(*stretch, device=self.borders.device, dtype=self.borders.dtype)
+        return torch.searchsorted(self.borders, positions, right=True).expand_as(labels)
+
+
+Documents = EndTokens | PackedLengths
 
 
 def simreg_over_ranks(

@@ -68,8 +68,6 @@ class InnerStates:
         Raises:
             NotImplementedError: one was not caught, or was computed without a graph.
         """
-        if not self.config.looks_inside:
-            return {"final": final}
         states = self._caught.pop(model.decoder, {})
         wanted: list[State] = [*self.config.layer_numbers]
         if self.config.placement == "pre-norm":

@@ -28,7 +28,7 @@ from simreg_megatron.parallel.objectives import objective_terms
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.layers import InnerStates
+from simreg_megatron.plugin.layers import InnerStates, State
 from simreg_megatron.plugin.refusals import OTHER_LOSS
 from simreg_megatron.plugin.tokens import Reader, Tokens
 
@@ -104,7 +104,9 @@ class Regularizer:
         with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
             shard, main_states = tokens.shard, tokens.hidden_states
-            states = self.inner_states.take(model, main_states)
+            states: dict[State, Tensor] = {"final": main_states}
+            if self.config.looks_inside:
+                states = self.inner_states.take(model, main_states)
             with torch.set_grad_enabled(self.trains):
                 parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
             last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
@@ -174,7 +176,7 @@ class Regularizer:
         prefixes = config.prefixes if config.is_simreg else ()
         given = [state[..., :prefix] for state in states for prefix in prefixes] if prefixes else states
         views = [self._views(config, tokens, rows) for rows in given]
-        learned = learned_scalars(config, model, shard.tensor_group)
+        learned = learned_scalars(config, model, shard.tensor_group) if config.trains_scalars else {}
         exponents = (learned["query"], learned["key"]) if "query" in learned else None
         length, data_group = tokens.sample_length, functools.partial(compat.data_group, model)
         found = [

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import log_once
-from simreg_megatron.parallel.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.parallel.heads import label_rows
 from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.sequence import Documents, EndTokens, PackedLengths
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.refusals import packs_pretraining, refuse_cut, refuse_rows

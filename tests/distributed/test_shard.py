@@ -17,9 +17,8 @@ from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.collectives import add_gradient
-from simreg_megatron.parallel.documents import EndTokens
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
-from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
+from simreg_megatron.parallel.sequence import EndTokens, chunk_views, simreg_over_ranks
 from simreg_megatron.parallel.shard import SequenceShard
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick, quick_rows

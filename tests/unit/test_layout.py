@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from simreg_megatron.parallel.documents import EndTokens, PackedLengths
 from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan
+from simreg_megatron.parallel.sequence import EndTokens, PackedLengths
 from tests.distributed.test_packed import thd_get_partitioned_indices
 
 SIZES = [(c, t, split) for c, t, split in itertools.product((1, 2, 4), (1, 2, 3, 4), (True, False))]
