@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,8 @@ def _print_seams() -> bool:
         models = compat.model_seams()
     except compat.MegatronSeamError:
         models = (compat.MODEL_SEAM,)
-    constructors = [compat.built(seam) for seam in models]
+    joins = "parameters that an objective trains join the model"
+    constructors = [replace(seam, name="__init__", parameters=frozenset(), purpose=joins) for seam in models]
     of_the_loop = compat.TRAINING_SEAMS if _has_loop() else ()
     for seam in (*models, *constructors, *compat.mask_seams(), *of_the_loop, *compat.SCHEDULER_SEAMS):
         try:

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from simreg_megatron.config.flags import (
     OF_ADAGC,
     OF_SIMREG,
-    Flag,
     adagc_from_args,
     config_from_args,
     refuse_idle_adagc,
@@ -28,7 +27,6 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     if OF_SIMREG[0].name in parser._option_string_actions:
         return parser
     group = parser.add_argument_group(title="simreg", description="embedding similarity regularization (SimReg)")
-    _add_flags(group, OF_SIMREG)
     clipping = parser.add_argument_group(title="adagc", description="adaptive clipping by parameter (AdaGC)")
     clipping.add_argument(
         "--adagc",
@@ -36,7 +34,10 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         default=None,
         help="clip with AdaGC instead of --clip-grad; works without SimReg too (default off)",
     )
-    _add_flags(clipping, OF_ADAGC)
+    for owner, flags in ((group, OF_SIMREG), (clipping, OF_ADAGC)):
+        for flag in flags:
+            how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
+            owner.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
     group.add_argument(
         "--simreg-cpu",
         dest="simreg_cpu",
@@ -49,12 +50,6 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         cpu_backend.choose_flags(parser)
     _check_after_parsing(parser)
     return parser
-
-
-def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...]) -> None:
-    for flag in flags:
-        how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
-        group.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:

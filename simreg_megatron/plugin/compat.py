@@ -11,7 +11,7 @@ import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 NEWEST_TRIED = (0, 19)  # benchmarks/results/versions.md
@@ -46,7 +46,12 @@ class Seam:
         Raises:
             MegatronSeamError: the module, the class or the function is missing, or takes other parameters.
         """
-        holder: Any = self.imported()
+        try:
+            holder: Any = importlib.import_module(self.module)
+        except ImportError as error:
+            lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
+            fix = _USE_ANOTHER if lacks in ("", self.module.partition(".")[0]) else f"install {lacks}"
+            raise self._missing(f"cannot import {self.module}: {error}", fix) from error
         if self.owner is not None:
             holder = getattr(holder, self.owner, None)
         function = getattr(holder, self.name, None)
@@ -58,15 +63,6 @@ class Seam:
         if absent and not (self.called_by_keyword and passes_on):
             raise self._missing(f"{self.path} does not take {', '.join(sorted(absent))}")
         return holder
-
-    def imported(self) -> ModuleType:
-        """Import its module; MegatronSeamError if there is none."""
-        try:
-            return importlib.import_module(self.module)
-        except ImportError as error:
-            lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
-            fix = _USE_ANOTHER if lacks in ("", self.module.partition(".")[0]) else f"install {lacks}"
-            raise self._missing(f"cannot import {self.module}: {error}", fix) from error
 
     def _missing(self, what: str, fix: str = _USE_ANOTHER) -> MegatronSeamError:
         return MegatronSeamError(
@@ -152,11 +148,6 @@ def mask_seams() -> list[Seam]:
     return found
 
 
-def built(model: Seam) -> Seam:
-    """Return the constructor of the models of this class."""
-    return Seam(model.module, model.owner, "__init__", "parameters that an objective trains join the model")
-
-
 def logs_first_step() -> bool:
     """Return whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
     log = inspect.unwrap(getattr(LOG_SEAM.holder(), LOG_SEAM.name))
@@ -186,18 +177,8 @@ def has_training_loop() -> bool:
     return False
 
 
-def training_loop() -> ModuleType | None:
-    """Import `megatron.training.training`; None where only megatron-core is installed."""
-    return STEP_SEAM.imported() if has_training_loop() else None
-
-
-def has_parsed_arguments() -> bool:
-    """Return whether Megatron's training loop has read its command line in this process."""
-    return training_loop() is not None and arguments() is not None
-
-
 def arguments() -> Any:
-    """Return Megatron's parsed arguments."""
+    """Return Megatron's parsed arguments; None before its training loop has read the command line."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 

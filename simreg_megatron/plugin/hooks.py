@@ -50,13 +50,13 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
 
 
 def _install(config: SimRegConfig | None) -> None:
-    has_loop = compat.training_loop() is not None
+    has_loop = compat.has_training_loop()
     if config is None and not has_loop:
         raise compat.MegatronSeamError(
             f"megatron-core {compat.megatron_version()} has no megatron.training to parse the --simreg-* flags: call "
             "install(config=SimRegConfig(lambda_=...)), or put a Megatron-LM source tree on PYTHONPATH"
         )
-    if config is None and compat.has_parsed_arguments() and not hasattr(compat.arguments(), "simreg_lambda"):
+    if config is None and compat.arguments() is not None and not hasattr(compat.arguments(), "simreg_lambda"):
         raise RuntimeError(
             "Megatron has parsed its flags already, without those of SimReg: call install() before, or pass the "
             "settings, install(config=SimRegConfig(lambda_=...))"
@@ -66,7 +66,7 @@ def _install(config: SimRegConfig | None) -> None:
     for seam in models:
         in_forward = seam in compat.FORWARD_SEAMS
         wrappers.append((seam, model.regularize_forward if in_forward else model.regularize))
-        wrappers.append((compat.built(seam), model.prepare))
+        wrappers.append((replace(seam, name="__init__", parameters=frozenset()), model.prepare))
         if not in_forward:
             wrappers.append((replace(seam, name="forward", parameters=frozenset()), model.check_forward))
     wrappers += [(seam, model.keep_loss_mask) for seam in compat.mask_seams()]

@@ -58,7 +58,7 @@ class Installation:
 
     def known_config(self) -> SimRegConfig | None:
         """Return the settings; None if Megatron has not parsed its flags yet."""
-        if self.given_config is None and not compat.has_parsed_arguments():
+        if self.given_config is None and compat.arguments() is None:
             return None
         return self.regularizer().config
 

@@ -20,25 +20,23 @@ from simreg_megatron.plugin.tokens import device_of, rows_dtype
 
 def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
     """Describe the settings of one objective, for the first lines of the log."""
-    what = "measured only, in log steps, not trained on"
+    found = ["measured only, in log steps, not trained on"]
     if config.trains:
         asked = " (auto)" if config.lambda_ == "auto" else ""
-        what = f"lambda {config.weight(hidden_size):g}{asked}{f' {config.schedule}' if str(config.schedule) else ''}"
-        if config.every > 1:
-            what += f", once every {config.every} steps with {config.every} times the weight (another objective)"
-    options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
-    chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
-    if config.by_sequence:
-        what = f"{what}, temperature {config.tau:g}, whole sequences{options}"
-    elif config.sends_no_rows:
-        what = f"{what}{f', {chunk}' if config.has_chunks else ''}{options}"
-    else:
+        found = [f"lambda {config.weight(hidden_size):g}{asked} {config.schedule}".strip()]
+    if config.every > 1:
+        found.append(f"once every {config.every} steps with {config.every} times the weight (another objective)")
+    if config.by_sequence or not config.sends_no_rows:
+        found.append(f"temperature {config.tau:g}")
+    if config.by_sequence or config.has_chunks:
+        is_cut = config.chunk_size and not config.by_sequence
+        found.append(f"chunks of {config.chunk_size} tokens" if is_cut else "whole sequences")
+    if not config.sends_no_rows:
         like = torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
-        impl = fast_form(config, like) or "reference"
-        what = f"{what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}"
-    return (
-        f"SimReg: {what}" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}: {what}"
-    )
+        found += [f"scope {config.scope}", f"impl {fast_form(config, like) or 'reference'}"]
+    found += [f"{name} {value}" for name, value in config.objective_options if value != "whole"]
+    name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
+    return f"{name}: {', '.join(found)}"
 
 
 def is_log_step(iteration: int) -> bool:

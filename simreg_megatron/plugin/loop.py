@@ -126,7 +126,7 @@ def make_ready(
     if micro_batch_size and seq_length:
         choose_form(config, models, micro_batch_size, seq_length)
     for model in models:
-        if _computes_loss(model):
+        if getattr(model, "post_process", True):
             open_row_group(model)
     log_once(f"SimReg: regularises {type(models[0]).__name__}")
     for part in config.parts:
@@ -136,10 +136,6 @@ def make_ready(
         log_once(log.described(part, models[0], hidden_size))
         if note := note_on_lambda(part.objective, part.lambda_, hidden_size):
             log_once(f"SimReg: {note}")
-
-
-def _computes_loss(model: Any) -> bool:
-    return bool(getattr(model, "post_process", True))
 
 
 def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
@@ -159,7 +155,7 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     )
     AUTO.pop((device.type, dtype), None)  # of a run before, in this process
     group = dist.group.WORLD if dist.is_initialized() else None
-    found = trial.choose(shape, device, group, computes=any(map(_computes_loss, models)))
+    found = trial.choose(shape, device, group, computes=any(getattr(model, "post_process", True) for model in models))
     log_once(f"SimReg: {found}")
 
 

@@ -50,10 +50,6 @@ def _flag(args: Any, *names: str) -> str:
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)), "")
 
 
-def _captures(args: Any) -> bool:
-    return getattr(args, "cuda_graph_impl", None) not in (None, "none")
-
-
 def _packs(args: Any) -> bool:
     return bool(_flag(args, "sft", "dataloader_inter_document_masking", "sequence_packing_scheduler"))
 
@@ -91,8 +87,8 @@ _IN_LAYERS: tuple[_Row, ...] = (
      "--simreg-layers"),
     (NotImplementedError, lambda args, config: _flag(args, "enable_mhc_connections", "enable_hyper_connections"),
      "with {} several streams pass between layers, and no hidden state: drop that flag, or --simreg-layers"),
-    (NotImplementedError, lambda args, config: "--cuda-graph-impl" if _captures(args) else
-     _flag(args, "enable_cuda_graph", "external_cuda_graph"),  # up to 0.14
+    (NotImplementedError, lambda args, config: _flag(args, "enable_cuda_graph", "external_cuda_graph")  # up to 0.14
+     or (getattr(args, "cuda_graph_impl", None) not in (None, "none") and "--cuda-graph-impl"),
      "CUDA graphs replay layers without their hooks, so SimReg sees the final states only: drop {}, or "
      "--simreg-layers"),
 )  # fmt: skip
@@ -180,7 +176,7 @@ def packs_pretraining(sample_length: int | None) -> bool:
 
     Megatron's scripts give the length of their samples, for fine-tuning too; other loops do not.
     """
-    is_tuning = compat.has_parsed_arguments() and _flag(compat.arguments(), "sft", "use_varlen_dataset")
+    is_tuning = _flag(compat.arguments(), "sft", "use_varlen_dataset")
     return bool(sample_length) and not is_tuning
 
 

@@ -99,7 +99,13 @@ class Regularizer:
             packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
         self._hidden_size = model.config.hidden_size
-        if not self._begin():
+        self.has_met_model = True
+        if not (self.config.trains or self.strength.follows_iterations):
+            raise RuntimeError(
+                "SimReg only measures here, in steps that the training loop names, and this one names none: call "
+                "simreg_megatron.loop.begin_step(step, measures=True) before each step to measure, or drop SimReg"
+            )
+        if not self.computes:
             return None
         with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
@@ -156,16 +162,6 @@ class Regularizer:
                     f"SimReg is on, but {type(model).__name__} computed its loss without calling the function that "
                     "SimReg wraps: make its override call super(), or set --simreg-lambda 0"
                 )
-
-    def _begin(self) -> bool:
-        """Note that a model computes its loss; return whether this micro-batch computes terms."""
-        self.has_met_model = True
-        if not (self.config.trains or self.strength.follows_iterations):
-            raise RuntimeError(
-                "SimReg only measures here, in steps that the training loop names, and this one names none: call "
-                "simreg_megatron.loop.begin_step(step, measures=True) before each step to measure, or drop SimReg"
-            )
-        return self.computes
 
     def _part(self, config: SimRegConfig, model: Any, tokens: Tokens, states: list[Tensor]) -> _Part:
         """Compute the terms of one objective, summed over its states and averaged over their prefixes."""

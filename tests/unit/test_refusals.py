@@ -61,7 +61,6 @@ def test_rows_that_are_cut_otherwise_are_refused(name: str, given: object, sente
 def test_rows_of_one_length_are_cut_by_document_in_fine_tuning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match=r"over context ranks as a whole.*--simreg-lambda 0"):
         refusals.refuse_cut(SimpleNamespace(), 8)
-    monkeypatch.setattr(compat, "has_parsed_arguments", lambda: True)
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(sft=True))
     refusals.refuse_cut(SimpleNamespace(qkv_format="thd", cp_partition_mode="zigzag"), 8)
 
