@@ -119,6 +119,14 @@ def test_the_table_itself_points_downwards_only():
     assert not circles({name: set(law.rooms) for name, law in LAW.items()})
 
 
+def test_there_are_fifteen_rooms_on_six_levels():
+    def level(name: str) -> int:
+        return 1 + max(map(level, LAW[name].rooms), default=0)
+
+    assert set(LAW) - {TOP} == {path.split("/")[0].removesuffix(".py") for path in MODULES} - {TOP}
+    assert len(LAW.keys() - {TOP}) <= 15 and max(map(level, LAW)) <= 6
+
+
 def circles(below: dict[str, set[str]]) -> set[str]:
     """Return the modules that import each other in a circle."""
     while True:
