@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Debian packages as pinned inputs: fetched by apt-get, checked against a lock, read without unpacking or installing.
 
-A lock says of each package its version, file name, size and SHA-256. A file that is in the cache already is used as it
-is if its hash is right, so a machine without a network, or an archive that has moved on, can be given the files.
+A lock says of each package its version, file name, size, SHA-256 and which of its files are read: those in the form
+with the least markup. Its first packages have the longest running text: of a paragraph that stands in several, the
+first keeps it. A file that is in the cache already is used if its hash is right, so a machine without a network, or an
+archive that has moved on, can be given the files.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ _AR = b"!<arch>\n"
 
 @dataclass(frozen=True)
 class Package:
-    """One entry of a lock."""
+    """One entry of a lock; `read` is a pattern of names of files."""
 
     name: str
     version: str
     file: str
     bytes: int
     sha256: str
+    read: str
 
 
-def read_lock(path: Path) -> dict[str, Package]:
-    """Read the packages of a lock by name."""
-    return {entry["name"]: Package(**entry) for entry in json.loads(path.read_text())["packages"]}
+def read_lock(path: Path) -> list[Package]:
+    return [Package(**entry) for entry in json.loads(path.read_text())["packages"]]
 
 
 def fetch(package: Package, cache: Path) -> Path:
