@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process as any rank of a run of any size: its process groups, and the collectives that it makes.
+"""One process as any rank of a run of any size: its process groups, its collectives, and the memory that it takes.
 
 torch's fake process group answers at once and moves nothing; with tensors that have a device and no memory around it,
 a rank's whole micro-batch is gone through without its GPU and without its partners.
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,13 +56,7 @@ class Layout:
 
 @contextlib.contextmanager
 def as_rank(layout: Layout, rank: Rank) -> Iterator[SimpleNamespace]:
-    """The groups of one rank of the last pipeline stage, as Megatron's models carry them: tp, cp, tp_cp, dp_cp.
-
-    Raises:
-        RuntimeError: this process is a rank of a run already.
-    """
-    if dist.is_initialized():
-        raise RuntimeError("this process has a process group: end it first")
+    """The groups of one rank of the last pipeline stage, as Megatron's models carry them: tp, cp, tp_cp, dp_cp."""
 
     def group_of(members: list[Rank]) -> dist.ProcessGroup:
         return dist.new_group([layout.number(member) for member in members])
@@ -123,16 +119,29 @@ def _bytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
-class HostTensors(TorchDispatchMode):
-    """Names of operators that read or make a tensor of the host: its numbers would have to cross to the device."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made inside, as long as they live; not those that an operator makes for itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.now = self.most = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         found = func(*args, **(kwargs or {}))
-        leaves = tree_leaves((args, kwargs, found))
-        if any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves):
-            self.names.append(str(func))
+        for leaf in tree_leaves(found):
+            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+            if storage is not None and storage not in self._known and not any(storage is one for one in given):
+                self._grow(storage)
         return found
+
+    def _grow(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._known.add(storage)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._shrink, size)
+
+    def _shrink(self, size: int) -> None:
+        self.now -= size

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import records
-from benchmarks.emulation import LiveBytes
 from benchmarks.fake_autograd import backward
-from benchmarks.fake_ranks import Call, Collectives, Layout, as_rank
+from benchmarks.fake_ranks import Call, Collectives, Layout, LiveBytes, as_rank
 from benchmarks.launches import step_of
 from benchmarks.records import Record
 from launch.dry_run import ASSUMED_VOCABULARY

@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from benchmarks import records
 from benchmarks.records import RESULTS, ROOT, Record
 from benchmarks.train import LOG_INTERVAL, PROFILE, PROFILED, TIMES
@@ -84,13 +82,7 @@ def add_text(parser: argparse.ArgumentParser) -> None:
 
 
 def text(options: argparse.Namespace) -> tuple[str, ...]:
-    """The launcher's arguments for the text that is given, or for the built-in one, which is made if it is not there.
-
-    Raises:
-        SystemExit: one of --data and --tokenizer is given without the other.
-    """
-    if bool(options.data) != bool(options.tokenizer):
-        raise SystemExit("error: --data PREFIX and --tokenizer FILE belong together: give both, or neither")
+    """The launcher's arguments for the text that is given, or for the built-in one, which is made if needed."""
     if options.data:
         return ("--data", options.data, "--tokenizer", options.tokenizer)
     corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
@@ -103,7 +95,7 @@ def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     where = records.surroundings(threads=threads, model=options.model, flags=shlex.join(options.flags))
     for name, flags in KINDS.items():
         if any(word in name for word in options.kinds.split(",")):
-            Console(stderr=True).print(name)
+            print(name, file=sys.stderr, flush=True)
             for step in _train(options, (*own, *flags)):
                 yield {"kind": name, **step, **where}
 
@@ -200,8 +192,6 @@ def overhead(base: Turns, other: Turns) -> Overhead:
 
     A machine that slows down slows both of a turn alike.
     """
-    if len(base) != len(other) or not base or not all(map(len, (*base, *other))):
-        raise ValueError("both kinds must have run in every turn, with an interval or more in each")
 
     def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
         return median(median(two) / median(one) for one, two in pairs)

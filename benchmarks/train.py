@@ -5,8 +5,6 @@ Both kinds of step see the same weights, the same data and the same moment of th
 one begins, its log line included; of two neighbouring log steps one is plain. Each kind follows itself as often as the
 other: what a step leaves to the next one shows in the second of a pair. With SIMREG_STEP_PROFILE the last steps are
 profiled, and have no times.
-
-On a GPU, Megatron's local attention (where Transformer Engine is missing) is computed by torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -21,12 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.step_profile import profiled
 from launch.launcher import main
-from simreg_megatron.cpu import backend
 from simreg_megatron.plugin import hooks, installation
 
 TIMES, PROFILE = "SIMREG_STEP_TIMES", "SIMREG_STEP_PROFILE"  # files to write
@@ -88,27 +83,11 @@ class Alternating:
         return result
 
 
-def torch_attention(
-    attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: object = None, *_: object, **__: object
-) -> Tensor:
-    """Causal attention [S, B, H * D] of query, key and value [S, B, heads, D], in place of DotProductAttention.forward.
-
-    Megatron's own keeps every score: 24 layers of 350M at micro-batch 8 have 13 billion, at six bytes each.
-    """
-    q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-    grouped = query.shape[2] != key.shape[2]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.softmax_scale, enable_gqa=grouped)
-    return out.permute(2, 0, 1, 3).flatten(2)
-
-
 def _install_and_change(install: Callable[..., None], times: Any) -> Callable[..., None]:
     def installed(*args: Any, **kwargs: Any) -> None:
         install(*args, **kwargs)
-        from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.training import training
 
-        if not backend.is_active():
-            DotProductAttention.forward = torch_attention
         profile = Path(os.environ[PROFILE]) if PROFILE in os.environ else None
         training.train_step = Alternating(installation.current()._originals, times, profile)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find which checkpoints of a folder are whole: what a run resumes from, and what may be deleted.
 
-Megatron writes `metadata.json` when all else of a `torch_dist` checkpoint is on the disk, and a file of the older
-`torch` format ends with its table of contents, so a save that was killed shows without loading it.
+Megatron writes `metadata.json` when all else of a `torch_dist` checkpoint is on the disk, so a save that was killed
+shows without loading it. In other formats the tracker file decides, and nothing is deleted.
 
 Only absence is evidence: any other error of the file system ends the start in one sentence, since taking it for "no
 checkpoint" would delete one or begin again at step 0.
@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,6 @@ from launch.flags import LaunchError
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _DELETED = ".deleting"
-_SUMS = "integrity.json"  # of all files, which --verify-integrity writes last
 
 
 def iterations(folder: Path) -> list[int]:
@@ -62,16 +60,17 @@ def path_of(folder: Path, iteration: int) -> Path:
 def is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint was written to its end; its content is not checked."""
     with _if_there(checkpoint), suppress(ValueError, AttributeError):  # damaged
-        if (checkpoint / "metadata.json").is_file():
-            backend = json.loads((checkpoint / "metadata.json").read_text()).get("sharded_backend")
-            return backend != "torch_dist" or _has_index(checkpoint)
-        return _is_whole_legacy(checkpoint)
+        backend = json.loads((checkpoint / "metadata.json").read_text()).get("sharded_backend")
+        return backend != "torch_dist" or _has_index(checkpoint)
     return False
 
 
 def is_torn(checkpoint: Path) -> bool:
     """Return whether a save stopped half-way; formats that are unknown here are neither whole nor torn."""
-    return not is_whole(checkpoint) and not _has_index(checkpoint)
+    with _if_there(checkpoint):
+        is_legacy = any(name.startswith("mp_rank_") for name in os.listdir(checkpoint))
+        return not (is_legacy or is_whole(checkpoint) or _has_index(checkpoint))
+    return False
 
 
 def _has_index(checkpoint: Path) -> bool:
@@ -81,47 +80,20 @@ def _has_index(checkpoint: Path) -> bool:
     return False
 
 
-def _is_whole_legacy(checkpoint: Path) -> bool:
-    names = [name for name in os.listdir(checkpoint) if name.startswith("mp_rank_")]
-    ranks = [checkpoint / name for name in names if (checkpoint / name).is_dir()]
-    files = [[rank / name for name in os.listdir(rank) if name.endswith(".pt")] for rank in ranks]
-    return bool(ranks) and all(found and all(map(_has_contents, found)) for found in files)
-
-
-def _has_contents(path: Path) -> bool:
-    """Return whether a file has its table of contents; read first, as `zipfile` takes read errors for "no"."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            file.read(1)
-        return zipfile.is_zipfile(file)
-
-
 def newest_whole(folder: Path) -> int | None:
     """Return the iteration of the newest complete checkpoint in `folder`."""
     known = tracked(folder)
-    has_sums = known is not None and is_there(path_of(folder, known) / _SUMS)
     for number in reversed(iterations(folder)):
         checkpoint = path_of(folder, number)
         if number == known and not is_torn(checkpoint):
             return number
-        is_later, metadata = known is not None and number > known, checkpoint / "metadata.json"
-        # In the older format, without metadata, a rank may have yet to begin its file: there the tracker decides. It
-        # decides too where it is newer: the run went back, by --ckpt-step or by another number in the tracker.
-        if is_later and not (metadata.is_file() and metadata.stat().st_mtime >= (folder / TRACKER).stat().st_mtime):
+        # The tracker decides where it is newer: the run went back, by --ckpt-step or by another number in the tracker.
+        metadata, is_later = checkpoint / "metadata.json", known is not None and number > known
+        if is_later and is_there(metadata) and metadata.stat().st_mtime < (folder / TRACKER).stat().st_mtime:
             continue
-        lacks_sums = is_later and has_sums and not is_there(checkpoint / _SUMS)
-        if is_whole(checkpoint) and not lacks_sums:
+        if is_whole(checkpoint):
             return number
     return None
-
-
-def size(folder: Path) -> int:
-    """Return the bytes of the newest complete checkpoint; 0 without one."""
-    with suppress(OSError, LaunchError):
-        newest = newest_whole(folder)
-        return 0 if newest is None else sum(path.stat().st_size for path in path_of(folder, newest).rglob("*"))
-    return 0
 
 
 def tracked(folder: Path) -> int | None:
@@ -166,11 +138,9 @@ def _is_no_release(folder: Path) -> bool:
 
 def prune(folder: Path, keep: int) -> list[Path]:
     """Delete all but the newest `keep` whole checkpoints, and return those; torn ones may be in a save and stay."""
-    if keep < 1:
-        raise ValueError(f"at least one checkpoint must be kept, not {keep}")
     _finish_deletions(folder)
     whole = [number for number in iterations(folder) if is_whole(path_of(folder, number))]
-    kept = {*whole[-keep:], tracked(folder)}
+    kept = {*whole[-max(keep, 1) :], tracked(folder)}
     return [path_of(folder, number) for number in whole if number not in kept and _delete(folder, number)]
 
 
@@ -192,13 +162,7 @@ def _finish_deletions(folder: Path) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write all of it or nothing, even if the machine stops."""
+    """Write all of it or nothing."""
     new = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        with new.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    new.write_text(text)
+    new.replace(path)

@@ -22,9 +22,10 @@ from launch.sizes import PEAK, SHARE_OF_PEAK
 
 _GPUS_PER_NODE = 8
 _BEGIN, _END = "<!-- launch.estimate -->", "<!-- end -->"  # of the table in a page
-# Arguments with which a run holds less than Megatron's formulas say, of weights or of activations.
-_FEWER_WEIGHTS = ("use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "use_precision_aware_optimizer")
-_FEWER_ACTIVATIONS = ("recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading")
+_HOLDS_LESS = (  # than Megatron's formulas say
+    "use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "use_precision_aware_optimizer",
+    "recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading",
+)  # fmt: skip
 _COLUMNS = (
     "model", "nodes", "TP x PP x EP, DP", "micro-batch", "recompute", "weights, optimizer (GiB)", "activations (GiB)",
     "sum (GiB)", "checkpoint (GiB)", "tokens (billion)", "tokens/s per GPU", "step (s)", "hours", "GPU hours",
@@ -72,9 +73,10 @@ def row(layout: str, model: str) -> tuple[float, list[str]]:
 def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float] | None:
     """Ask Megatron for its estimate of weights with gradients and optimizer, and of activations, in GiB a GPU.
 
-    Either is 0 if the run keeps less of it than the formula says, by recomputation for example; None if this release
-    has no estimate.
+    None if this release has no estimate, or the run holds less than the formula says, by recomputation for example.
     """
+    if any(getattr(args, name, None) for name in _HOLDS_LESS):
+        return None
     args = copy.copy(args)
     args.padded_vocab_size = vocabulary
     args.seq_length //= args.context_parallel_size  # which the formula leaves out
@@ -83,11 +85,7 @@ def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float]
         from megatron.training.theoretical_memory_usage import report_theoretical_memory
 
         found = report_theoretical_memory(args, num_microbatches=micro_batches)
-    if found is None:
-        return None
-    weights, activations = (mebibytes / 1024 for mebibytes in found[:2])
-    held = [not any(getattr(args, name, None) for name in names) for names in (_FEWER_WEIGHTS, _FEWER_ACTIVATIONS)]
-    return weights * held[0], activations * held[1]
+    return None if found is None else (found[0] / 1024, found[1] / 1024)
 
 
 def main() -> None:

@@ -9,24 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from glob import glob
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, lock, preflight, record, signals, sizes
+from launch import checkpoints, lock, preflight, record, signals
 from launch.data import check_data, drop_unusable_indices, prefixes
-from launch.dry_run import describe, vocabulary_of
+from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.options import TINY, make_parser
 from launch.plan import BUILTIN_CORPUS, build_plan
-from launch.planned import OF_A_START, Machine, Plan, look_at_machine, resumed
+from launch.planned import Machine, Plan, look_at_machine, resumed
 from simreg_megatron.tools.indexed import DataError, explain_missing, is_pair
 
 
@@ -60,6 +58,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         return
     if options.auto_resume and record.has_ended(plan):
         _say(f"> {plan.output}: {record.length(plan)} are done, so there is nothing to do")
+        _say_each("> ", record.changes_of_flags(plan))
         return
     _check(plan, options, machine)
     with _alone(plan):
@@ -72,11 +71,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         if os.environ["RANK"] == "0":
             _say_each("> ", drop_unusable_indices(plan.flags))
         if os.environ["RANK"] == "0" and plan.save:
-            try:
-                _say_each("> ", record.changes_of_flags(plan))
-                record.write(plan, stamp, environ=os.environ)
-            except OSError as error:
-                _say(f"> warning: no record of this start in {plan.output} ({error.strerror}); the run continues")
+            _say_each("> ", record.changes_of_flags(plan))
+            record.write(plan, stamp, environ=os.environ)
         signals.listen(plan.flags)
         signals.bind_managers()
         _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
@@ -90,11 +86,8 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     _say_each("> ", plan.notes)
     begins = continued(plan)[0] if options.auto_resume else plan
     preflight.check_load(begins.flags)
-    preflight.check_writers(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
-        if not flag_value(plan.flags, "--load") and glob("events*", root_dir=plan.output / "tensorboard"):
-            _say(f"> {plan.output} has the curves of an earlier run, and this one's join them: give another --output")
     _say_each("> ", check_text(plan, may_miss=False))
     _prepare(plan)
     preflight.check_with_megatron(begins, machine, trains=True)
@@ -125,14 +118,7 @@ def check_text(plan: Plan, *, may_miss: bool) -> list[str]:
 
 def continued(plan: Plan) -> tuple[Plan, int | None]:
     """Return the plan as it continues from its newest complete checkpoint, and the iteration; None without one."""
-    save, load = plan.save or Path(), flag_value(plan.flags, "--load")
-    newest = checkpoints.newest_whole(save)
-    dropped = sorted(flag_names(plan.flags) & OF_A_START - {"--load"})
-    if newest is not None and load and dropped and Path(load).resolve() == save.resolve():
-        raise LaunchError(
-            f"--auto-resume continues from iteration {newest} in {save}, without {dropped[0]}: delete the checkpoints "
-            "that you do not want, or give another --output"
-        )
+    newest = checkpoints.newest_whole(plan.save or Path())
     return (plan if newest is None else resumed(plan)), newest
 
 
@@ -149,7 +135,6 @@ def _alone(plan: Plan) -> AbstractContextManager[None]:
 
 def _train(plan: Plan) -> None:
     import torch
-    from torch.distributed.checkpoint.api import CheckpointException
 
     from simreg_megatron.__main__ import run
 
@@ -166,24 +151,13 @@ def _train(plan: Plan) -> None:
         last = "none was saved" if newest is None else str(checkpoints.path_of(save, newest))
         _say(f"Stopped. Last checkpoint: {last}")
         raise SystemExit(130) from None
-    except (OSError, CheckpointException):
-        if sentence := _explain_full_disk(plan):
-            raise LaunchError(sentence) from None
-        raise
-
-
-def _explain_full_disk(plan: Plan) -> str | None:
-    """Explain a failed checkpoint if its disk is full, of which torch's writer says "unexpected pos"."""
-    folder = plan.save or plan.output
-    free = shutil.disk_usage(folder).free
-    need = checkpoints.size(folder) or sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary_of(plan))
-    if free > need:
-        return None
-    return (
-        f"a checkpoint in {folder} could not be written: {free / 2**20:,.0f} MiB are free there, and it takes "
-        f"some {need / 2**20:,.0f}: free some space or give another --output; earlier checkpoints are kept, and "
-        "--auto-resume resumes from them"
-    )
+    except AssertionError as error:
+        if "OptimizerParamScheduler" not in str(error):
+            raise
+        raise LaunchError(
+            f"the checkpoint has another learning-rate schedule ({error}): add --override-opt_param-scheduler to take "
+            "the new one, or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+        ) from None
 
 
 def _interrupt_once(*_: object) -> None:
@@ -219,16 +193,10 @@ def _refuse_to_overwrite(plan: Plan) -> None:
     target = flag_value(plan.flags, "--save")
     if target is None:
         return
-    newest = checkpoints.newest_whole(Path(target))
-    has_tracker = (Path(target) / checkpoints.TRACKER).is_file()
-    if "--load" not in flag_names(plan.flags) and (has_tracker or newest is not None):
+    is_there = (Path(target) / checkpoints.TRACKER).is_file() or checkpoints.newest_whole(Path(target)) is not None
+    if "--load" not in flag_names(plan.flags) and is_there:
         instead = "resume it with --auto-resume, or give another --output"
         raise LaunchError(f"{target} has checkpoints of an earlier run: {instead}")
-    if flag_value(plan.flags, "--load") == target and newest is not None and not has_tracker:
-        raise LaunchError(
-            f"{target} has a complete checkpoint of iteration {newest} and no {checkpoints.TRACKER}, so Megatron would "
-            "start at step 0 and overwrite it: resume with --auto-resume, which writes that file"
-        )
 
 
 def _prepare(plan: Plan) -> None:

@@ -77,10 +77,9 @@ def held(
     taken: list[Path] = []
     done = threading.Event()
     me = Holder.here()
-    ended: set[Holder] = set()  # of the same run in every folder: one wait is enough
     try:
         for folder in folders:
-            taken.append(_take(folder, me, wait, ended, collective - _SOONER_SECONDS))
+            taken.append(_take(folder, me, wait, collective - _SOONER_SECONDS))
         threading.Thread(target=_keep_alive, args=(taken, done), daemon=True).start()
         yield
     finally:
@@ -89,78 +88,60 @@ def held(
             _remove(path, me)
 
 
-def is_free_for(output: Path, folder: Path) -> bool:
-    """Return whether `folder` is free, or held by the run that holds `output`."""
-    holder = _read(folder / NAME)
-    return not (folder / NAME).exists() if holder is None else holder == _read(output / NAME)
-
-
-def _take(folder: Path, me: Holder, wait: Callable[[float], None], ended: set[Holder], outlives: float) -> Path:
+def _take(folder: Path, me: Holder, wait: Callable[[float], None], outlives: float) -> Path:
     path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while not _created(path, me):
-            _remove_if_stale(path, wait, ended, outlives)
+            holder = _read(path)
+            if not _is_gone(path, holder, wait, outlives):
+                raise LaunchError(
+                    f"{folder} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
+                    f"--output; {path} is removed when it ends, and is safe to delete if no such process is running"
+                )
+            _remove_alone(path, holder, wait)
     except OSError as error:
         raise LaunchError(f"{folder}: {error.strerror}, so no run can save there: give another --output") from None
     return path
 
 
 def _created(path: Path, me: Holder) -> bool:
-    """Write the whole file at once, unless there is one: linking is one step on shared disks, too."""
-    new = path.with_name(f"{NAME}.{me.host}.{me.pid}")
-    text = json.dumps(asdict(me)) + "\n"
-    new.write_text(text)
-    try:
-        os.link(new, path)
+    """Write the file unless there is one, in one step on shared disks, too; one that is cut off is of no holder."""
+    with suppress(FileExistsError), path.open("x") as file:
+        file.write(json.dumps(asdict(me)) + "\n")
         return True
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without links
-        with suppress(FileExistsError), path.open("x") as file:
-            file.write(text)
-            return True
-        return False
-    finally:
-        new.unlink(missing_ok=True)
+    return False
 
 
-def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holder], outlives: float) -> None:
-    holder, seen = _read(path), _touched(path)
-    gone = None if holder is None else holder in ended or holder.is_gone()
-    if gone is None and seen is not None:
-        print(f"> {path} is of {holder or 'an unknown process'}: checking whether it is still running", flush=True)
-        gone = _stands_still(path, seen, wait) or (
-            _is_restart_elsewhere(holder) and _wait_until_stale(path, wait, outlives)
-        )
-    if not gone and _touched(path) is not None:  # it may have been given back meanwhile
-        raise LaunchError(
-            f"{path.parent} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
-            f"--output; {path} is removed when it ends, and is safe to delete if no such process is running"
-        )
-    ended |= {holder} if gone and holder else set()
-    _remove_alone(path, holder, wait)
+def _is_gone(path: Path, holder: Holder | None, wait: Callable[[float], None], outlives: float) -> bool:
+    """Return whether the holder has ended, by its process or by a file that it no longer touches.
 
-
-def _is_restart_elsewhere(holder: Holder | None) -> bool:
-    """Return whether this is a later slice or restart, whose predecessor may live on, on a node that SLURM lost."""
+    A later slice, or a restart, waits for a process on a node that SLURM gave up: it hangs in a collective until that
+    times out. The other ranks of this start wait for the first one only as long, so `outlives` is somewhat less.
+    """
+    gone = None if holder is None else holder.is_gone()
+    if gone is not None:
+        return gone
     environ = os.environ
     is_later = environ.get("SLURM_ARRAY_TASK_ID", "1") != "1" or environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    return is_later and holder is not None and holder.host != os.uname().nodename
+    waits = is_later and holder is not None and holder.host != os.uname().nodename
+    limit = f", for up to {outlives / 60:.0f} minutes" if waits else ""
+    print(f"> {path} is of {holder or 'an unknown process'}: checking whether it is still running{limit}", flush=True)
+    return _stands_still(path, wait, outlives if waits else 0.0)
 
 
-def _wait_until_stale(path: Path, wait: Callable[[float], None], outlives: float) -> bool:
-    """Wait for a process on a node that SLURM gave up: it hangs in a collective until that times out.
-
-    The other ranks of this start wait for the first one only as long, so `outlives` is somewhat less.
-    """
-    print(f"> {path} is still touched: waiting up to {outlives / 60:.0f} minutes for that process", flush=True)
-    for _ in range(round(outlives / (1.5 * BEAT_SECONDS))):  # the look that follows takes half a beat at least
-        wait(BEAT_SECONDS)
-        seen = _touched(path)
-        if seen is None or _stands_still(path, seen, wait):
-            return True
-    return False
+def _stands_still(path: Path, wait: Callable[[float], None], longest: float = 0.0) -> bool:
+    """Return whether the file is untouched for a minute, or removed; it may be touched for the `longest` seconds."""
+    seen, waited, still = _touched(path), 0.0, 0.0
+    while seen is not None and still < _PATIENCE_SECONDS:
+        wait(BEAT_SECONDS / 2)
+        waited, still = waited + BEAT_SECONDS / 2, still + BEAT_SECONDS / 2
+        before, seen = seen, _touched(path)
+        if before != seen:
+            still = 0.0
+            if seen is not None and waited > longest:
+                return False
+    return True
 
 
 def _remove_alone(path: Path, holder: Holder | None, wait: Callable[[float], None]) -> None:
@@ -169,8 +150,7 @@ def _remove_alone(path: Path, holder: Holder | None, wait: Callable[[float], Non
     try:
         guard.open("x").close()
     except FileExistsError:  # for milliseconds, unless its process was killed just then
-        seen = _touched(guard)
-        if seen is not None and _stands_still(guard, seen, wait):
+        if _stands_still(guard, wait):
             guard.unlink(missing_ok=True)
         return
     try:
@@ -184,14 +164,6 @@ def _remove(path: Path, holder: Holder | None) -> None:
     with suppress(OSError):
         if _read(path) == holder:
             path.unlink()
-
-
-def _stands_still(path: Path, seen: int, wait: Callable[[float], None]) -> bool:
-    for _ in range(round(_PATIENCE_SECONDS / BEAT_SECONDS) * 2):
-        wait(BEAT_SECONDS / 2)
-        if _touched(path) != seen:
-            return False
-    return True
 
 
 def _read(path: Path) -> Holder | None:

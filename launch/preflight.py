@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import importlib.util
 import io
 import logging
 import sys
@@ -18,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from launch import checkpoints
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_value, flatten, group_flags
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
     from simreg_megatron import SimRegConfig
 
 _INSTALL = "pip install 'megatron-core>=0.19.2,<0.20'"
-_COMPARED = (
-    "train_iters", "train_samples", "global_batch_size", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples",
-    "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples", "lr_decay_style", "weight_decay",
-)  # fmt: skip
-_SCHEDULE_IS_DECIDED = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
-_NEW_OPTIMIZER = ("finetune", "no_load_optim")
 
 
 class _Refusing(argparse.ArgumentParser):
@@ -45,14 +38,6 @@ class _Refusing(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise LaunchError((message or "").strip().removeprefix("error: "))
-
-    def _get_value(self, action: argparse.Action, word: str) -> Any:
-        try:
-            return super()._get_value(action, word)
-        except KeyError:  # of an enumeration of Megatron's
-            names = ", ".join(each.name for each in action.choices or ())
-            known = f": choose from {names}" if names else ""
-            raise LaunchError(f"{action.option_strings[0]} does not take {word!r}{known}") from None
 
 
 def _is_own(flag: Flag) -> bool:
@@ -73,12 +58,6 @@ def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     own = [flag for flag in flags if _is_own(flag) and flag_name(flag) != "--simreg-cpu"]
     known = [flag for flag in flags if flag_name(flag) in ("--num-layers", "--clip-grad")]
     return config_from_args(parser.parse_known_args(flatten([*own, *known]))[0])
-
-
-def check_writers(flags: Sequence[Flag]) -> None:
-    """Check that Weights & Biases is installed if it is asked for: Megatron imports it on one rank, after the start."""
-    if flag_value(flags, "--wandb-project") and importlib.util.find_spec("wandb") is None:
-        raise LaunchError("--wandb-project needs wandb, which is not installed: pip install wandb, or drop the flag")
 
 
 def check_load(flags: Sequence[Flag]) -> None:
@@ -118,8 +97,6 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
         own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
         hint = suggestion(names[0], [*parser._option_string_actions, *own])
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
-    if unknown and plan.tree is None:
-        raise LaunchError(f"{unknown[0]!r} belongs to no flag: leave it out")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
         return Answer(None, None)
     answer = _ask(args, machine.world_size)
@@ -127,8 +104,6 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
 
     if answer.objection and not (machine.gpus and cpu_backend.is_active()):  # which stands in for the GPU
         raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
-    if answer.args:
-        check_schedule(answer.args)
     if answer.objection is None and (config := check_own_flags(flags)).active:
         from simreg_megatron.plugin import refusals
 
@@ -137,78 +112,6 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
         except (ValueError, NotImplementedError) as error:
             raise LaunchError(str(error)) from None
     return answer
-
-
-class ScheduleError(LaunchError):
-    """A schedule that the checkpoint does not have."""
-
-
-def check_schedule(args: argparse.Namespace) -> None:
-    """Raise a ScheduleError if the schedule differs from the checkpoint's, which Megatron's load asserts."""
-    folder = vars(args).get("load")
-    if not folder or any(vars(args).get(name) for name in _NEW_OPTIMIZER):
-        return
-    iteration = args.ckpt_step or checkpoints.newest_whole(Path(folder))
-    state = {} if iteration is None else _read_common(checkpoints.path_of(Path(folder), iteration))
-    before, saved, now = state.get("opt_param_scheduler", {}), state.get("args"), _schedule(args)
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    if not changed:
-        return
-    from megatron.core.optimizer import optimizer
-
-    keys = getattr(optimizer, "param_group_identifier_keys", ())  # 0.19 finds a group's state by its rates
-    is_other_rate = "max_lr" in keys and bool({"max_lr", "min_lr"} & set(changed))
-    if any(vars(args).get(name) for name in _SCHEDULE_IS_DECIDED) and not is_other_rate:
-        return
-    pairs = {
-        f"--{name.replace('_', '-')}": (getattr(saved, name, None), getattr(args, name, None)) for name in _COMPARED
-    }
-    differing = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
-    differing = differing or {name: (before[name], now[name]) for name in changed}
-    then, asked = (" and ".join(f"{name} {pair[side]}" for name, pair in differing.items()) for side in (0, 1))
-    hint = (
-        "which is another learning-rate schedule: add --override-opt_param-scheduler to take the new one, or "
-        "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"
-    )
-    if is_other_rate:
-        hint = (
-            "and this Megatron can only resume an optimizer with its own --lr and --min-lr: keep them, or begin with "
-            f"these weights in another --output by --load {folder} --finetune"
-        )
-    raise ScheduleError(
-        f"the checkpoint of iteration {iteration} in {folder} has {then}, and this run asks for {asked}, {hint}"
-    )
-
-
-def _schedule(args: argparse.Namespace) -> dict[str, Any]:
-    """Compute what Megatron's OptimizerParamScheduler compares; its steps are sequences."""
-    unit, per_unit = ("iters", args.global_batch_size) if args.train_iters else ("samples", 1)
-    length, decay = getattr(args, f"train_{unit}"), getattr(args, f"lr_decay_{unit}")
-    decay = (length if decay is None else decay) * per_unit
-    fraction = args.lr_warmup_fraction
-    warmup = getattr(args, f"lr_warmup_{unit}") * per_unit if fraction is None else fraction * decay
-    return {
-        "max_lr": args.lr, "min_lr": args.min_lr, "lr_warmup_steps": warmup, "lr_decay_steps": decay,
-        "lr_decay_style": args.lr_decay_style, "start_wd": args.start_weight_decay, "end_wd": args.end_weight_decay,
-        "wd_incr_steps": length * per_unit, "wd_incr_style": args.weight_decay_incr_style,
-    }  # fmt: skip
-
-
-def _read_common(checkpoint: Path) -> dict[str, Any]:
-    """Read what is no tensor, without running code of the checkpoint; {} where that is not possible."""
-    try:
-        from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-
-        from simreg_megatron.tools.checkpoints import check_checkpoint
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
-            check_checkpoint(checkpoint)
-            return dict(load_common_state_dict(str(checkpoint)))
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return {}  # Megatron itself says what is wrong
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

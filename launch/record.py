@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from launch import checkpoints
-from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value
+from launch.flags import flag_names, flag_number, flag_value
 from launch.planned import OF_A_START, OR_NOT_AT_ALL, ROOT, Plan
 
 _SECRET = re.compile(
@@ -31,12 +31,6 @@ _ASSIGNED = re.compile(r"""\b([A-Z][A-Z0-9_]*)=(?:"[^"\n]*"|'[^'\n]*'|[^\s;"']+)
 _GIT = ("git", "-C", str(ROOT))
 _GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
 ENDED = "ended.json"
-_TRAINED_BY = ("--simreg-", "--adagc")
-_AS_WELL = {
-    "--seed", "--lr", "--min-lr", "--weight-decay", "--clip-grad", "--global-batch-size", "--seq-length",
-    "--num-layers", "--hidden-size", "--data-path", "--train-data-path",
-}  # fmt: skip
-_OR_NOT = {"--simreg-log-interval", "--simreg-impl", "--simreg-cpu"}  # the same training
 _LENGTHS = {"--train-samples": "sequences", "--train-iters": "iterations"}
 
 
@@ -68,9 +62,8 @@ def changes_of_flags(plan: Plan) -> list[str]:
         return []
     before = set(last.read_text(errors="surrogateescape").splitlines())
     now = {masked(shlex.join(flag)) for flag in plan.flags}
-    differ = {*before, *now} - (before & now)
     chosen = {*OF_A_START, OR_NOT_AT_ALL, "--exit-duration-in-mins"}  # by the start, or the slice of a job
-    names = sorted({line.partition(" ")[0].partition("=")[0] for line in differ} - chosen)
+    names = sorted({line.partition(" ")[0].partition("=")[0] for line in before ^ now} - chosen)
     return [f"flags that differ from the last start of this run: {', '.join(names)} (see {last})"] if names else []
 
 
@@ -104,40 +97,17 @@ def length(plan: Plan) -> str:
 
 
 def has_ended(plan: Plan) -> bool:
-    """Return whether the run reached the length that is asked for now; a LaunchError if another run did, there."""
-    if "--skip-train" in flag_names(plan.flags):
-        return False
-    now = _trained_by(plan)
+    """Return whether the run reached the length that is asked for now."""
     try:
-        ended = json.loads((plan.output / ENDED).read_text())
-        is_as_long, before = ended["length"] == length(plan), dict(ended.get("flags", now))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or damaged
+        is_as_long = json.loads((plan.output / ENDED).read_text())["length"] == length(plan)
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or damaged
         return False
     newest = checkpoints.newest_whole(plan.save or Path())
-    if newest is not None and newest < flag_number(plan.flags, "--train-iters", 0):  # the last ones were deleted
-        return False
-    for name in sorted(before.keys() | now.keys()) if is_as_long else ():
-        if before.get(name) != now.get(name):
-            both = (f"{name} {each[name]}".strip() if name in each else f"no {name}" for each in (before, now))
-            raise LaunchError(
-                f"{plan.output} holds a run that has ended, and was another one ({' then, '.join(both)} now): give "
-                "another --output"
-            )
-    return bool(is_as_long)
-
-
-def _trained_by(plan: Plan) -> dict[str, str]:
-    """Select the flags that decide what is trained on, and how."""
-    named = {flag_name(flag): " ".join(filter(None, (flag[0].partition("=")[2], *flag[1:]))) for flag in plan.flags}
-    trains = {name for name in named if name.startswith(_TRAINED_BY)} - _OR_NOT
-    return {name: value for name, value in named.items() if name in trains | _AS_WELL}
+    # The last ones may have been deleted, and an evaluation alone trains nothing.
+    is_back = newest is not None and newest < flag_number(plan.flags, "--train-iters", 0)
+    return is_as_long and not is_back and "--skip-train" not in flag_names(plan.flags)
 
 
 def mark_ended(plan: Plan) -> None:
-    if "--skip-train" in flag_names(plan.flags):
-        return
-    path = plan.output / ENDED
-    try:
-        path.write_text(json.dumps({"length": length(plan), "flags": _trained_by(plan)}) + "\n")
-    except OSError as error:
-        raise LaunchError(f"the run has ended, but {path} cannot be written ({error.strerror}): start again") from None
+    if "--skip-train" not in flag_names(plan.flags):
+        (plan.output / ENDED).write_text(json.dumps({"length": length(plan)}) + "\n")

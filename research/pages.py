@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
+
+import yaml
 
 from benchmarks.records import RESULTS
 from research.analyse import HELD, NOT_SHOWN, OPPOSITE, Verdict, holm, judge, problems, welch
@@ -14,77 +17,17 @@ from research.tables import KEPT, Row, Table, read_tables
 
 
 class Claimed(NamedTuple):
-    """A sentence, and the claims of a plan that decide it."""
+    """A sentence of claims.yaml, and the claims of a plan that decide it."""
 
     says: str
     source: str
     experiment: str = ""
-    claims: tuple[int, ...] = ()  # of that plan, from 0: where they hold, so does this sentence
-    refuting: tuple[int, ...] = ()  # of that plan, from 0: where they hold, this sentence does not
-    untestable: str = ""  # why no experiment at these sizes could decide it
+    claims: Sequence[int] = ()
+    refuting: Sequence[int] = ()
+    untestable: str = ""
 
 
-OF_THE_PAPER = (
-    Claimed("a lower validation loss after the same tokens", "Figure 3", "convergence", (0, 1)),
-    Claimed("convergence over 30 % faster, read as 30 % fewer tokens to the same loss", "abstract", "saving", (0,)),
-    Claimed("... with 10 or 20 % fewer tokens", "abstract", "fewer", (0, 1)),
-    Claimed("the gain lasts in longer training, over baselines tuned for the shortest", "Figure 3", "horizon", (0,)),
-    Claimed("chunks end where whole sequences end (at width 32: lower)", "Table 1", "convergence", refuting=(2,)),
-    Claimed("the size of a chunk matters", "announced", "chunks", (0,)),
-    Claimed("a temperature of 0.01 is better than 0.1", "Tables 6, 8", "sweep", (0,)),
-    Claimed("lambda = 10 sqrt(width / 1024) gains at these widths, too", "Table 7", "scaling", (0,)),
-    Claimed("the last layer's states are the right ones", "Figure 5", "layers", (0,)),
-    Claimed("better than SimCSE, CPretrain, CReg, SCE (not tuned: one weight)", "Table 1", "baselines", (0, 1, 2, 3)),
-    Claimed("states become less alike", "Figures 1, 7, 8", "similarity", (0, 2)),
-    Claimed("states of the same label become more alike", "Figure 1", "similarity", (1,)),
-    Claimed("larger margins, also of the hardest tokens", "Lemma 1, Figure 2a", "histogram", (0, 1)),
-    Claimed(
-        "cross-entropy alone stops lowering the SimReg loss", "Figure 2b",
-        untestable="the authors' loss stops falling after billions of tokens",
-    ),
-    Claimed("with SimReg that loss ends lower", "Figure 2b", "plateau", (1,)),
-    Claimed("a gain with mixtures of experts, too", "Table 2", "moe", (0,)),
-    Claimed("almost no cost in time", "Table 3", "runtime", (0, 1)),
-    Claimed(
-        "over 1 point better zero-shot accuracy", "Tables 1, 2",
-        untestable="models of this size answer the nine tasks no better than chance",
-    ),
-)  # fmt: skip
-BEYOND_THE_PAPER = (
-    Claimed("a lower loss after 70 % of the tokens than a baseline of that length", "ours", "saving", (1,)),
-    Claimed("... and than such a baseline at lower rates", "ours", "shortened", (0, 1)),
-    Claimed("a gain in training four times as long, also over baselines at lower rates", "ours", "lengthened", (0, 1)),
-    Claimed(
-        "better than a placebo (three of the five seeds below) and than simpler means", "ours", "controls", (0, 1, 2, 3)
-    ),
-    Claimed("a placebo with permuted labels changes nothing", "ours", "controls", refuting=(4,)),
-    Claimed("larger margins than without it and with a placebo", "ours", "controls", (5, 6)),
-    Claimed("the right labels add to what permuted ones gain", "ours", "labels", (0, 1)),
-    Claimed("permuted labels alone gain something", "ours", "labels", (2, 3)),
-    Claimed("SimReg is better than SimReg without labels at width 32", "ours", "self", (0, 1)),
-    Claimed("... and without labels another result than with permuted ones", "ours", "self", (2,)),
-    Claimed("without labels it gains something", "ours", "self", (3,)),
-    Claimed("a larger initialisation lets cross-entropy end lower", "ours", "initialisation", (0,)),
-    Claimed("a gain over cross-entropy where both have the larger initialisation", "ours", "initialisation", (1,)),
-    Claimed("... and over it where SimReg alone has the preset's", "ours", "initialisation", (2,)),
-    Claimed("a gain where both are tuned in rate, initialisation and warm-up", "ours", "started", (0,)),
-    Claimed("... also with lambda 1 (the authors' rule asks for 1.77)", "ours", "started", (1,)),
-    Claimed("... and where the search went on beyond its first edge", "ours", "confirmed", (0, 1)),
-    Claimed("... and at width 64, by the rule and with lambda 1", "ours", "confirmed64", (0, 1)),
-    Claimed("... and there where that search went on beyond its edges", "ours", "settled64", (0, 1)),
-    Claimed("states become less alike at equal learning rates", "ours", "geometry", (0, 1)),
-    Claimed("... and their isotropy rises", "ours", "geometry", (2, 3)),
-    Claimed("states of rare labels become longer or shorter", "ours", "histogram", (2,)),
-    Claimed("lambda 1 ends lower than lambda 10 (the authors' rule asks for 2.5)", "ours", "sweep", (1,)),
-    Claimed("SimReg is needed after the first half of the training", "ours", "schedule", (0,)),
-    Claimed("SimReg in the first quarter alone is a gain", "ours", "schedule", (1,)),
-    Claimed("... also at width 96", "ours", "early", (0,)),
-    Claimed("... and a larger one there than SimReg throughout", "ours", "early", (1,)),
-    Claimed("a lambda that falls to 0 ends like one that stays", "ours", "schedule", refuting=(2,)),
-    Claimed("AdaGC is better than the global clip", "ours", "clipping", (0, 1)),
-    Claimed("the plugin costs no time where it is off", "ours", "runtime", refuting=(2,)),
-    Claimed("the baseline would be better with a higher rate than was searched", "ours", "edge", (0,)),
-)
+CLAIMED = [Claimed(**each) for each in yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text("utf-8"))]
 _REFUTED = {HELD: OPPOSITE, OPPOSITE: HELD, NOT_SHOWN: "Not refuted"}
 
 
@@ -108,7 +51,7 @@ def claims_table(tables: Mapping[str, Table]) -> Iterator[str]:
     yield "| claim | where | verdict | what was seen: difference (95 % interval), seeds |"
     yield "| --- | --- | --- | --- |"
     sure = surest([verdict for name in tables if not list(problems(name, tables)) for verdict in judge(name, tables)])
-    for claimed in (*OF_THE_PAPER, *BEYOND_THE_PAPER):
+    for claimed in CLAIMED:
         if claimed.untestable:
             verdict, seen = "cannot be tested here", claimed.untestable
         elif claimed.experiment not in tables or list(problems(claimed.experiment, tables)):

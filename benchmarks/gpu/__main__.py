@@ -26,12 +26,6 @@ from benchmarks.gpu.parts import CALLS, Setting
 from benchmarks.gpu.run import Runner
 from benchmarks.records import ROOT
 
-NO_GPU = (
-    "error: torch {torch} (CUDA {cuda}) sees no GPU: look whether `nvidia-smi` lists one, whether CUDA_VISIBLE_DEVICES "
-    "or the container hides it, and whether this torch is a CUDA build that fits the driver; --pretend tries all this "
-    "on the CPU, in tiny sizes"
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the calls; the exit status."""
@@ -53,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not set(calls) <= set(CALLS):
         parser.error(f"--calls takes {', '.join(CALLS)} or some of them, with commas; got {options.calls}")
     if not options.pretend and not torch.cuda.is_available():
-        built_for = torch.version.cuda or "none: it is built for the CPU"
-        print(NO_GPU.format(torch=torch.__version__, cuda=built_for), file=sys.stderr)
+        why = f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU"
+        print(f"error: {why}: use --pretend to try all this on the CPU, in tiny sizes", file=sys.stderr)
         return 2
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+import torch
+
 from benchmarks import records, step_pairs, step_profile
 from benchmarks.gpu import forms
-from benchmarks.gpu.machine import facts
 from benchmarks.gpu.run import ENDED, Outcome
-from benchmarks.records import Record
+from benchmarks.records import Record, surroundings
 
 PRETENDED = "**Pretended: tiny sizes on a CPU, to try the plumbing. No number here says anything of a GPU.**"
 PASS, FAIL, SKIP = "pass", "fail", "skip"
+_PACKAGES = ("triton", "transformer-engine", "apex")
 _TORCHRUN = "distributed/elastic/multiprocessing/api.py"  # its first line; a screen of others follows
 _RESULTS = {"failure": FAIL, "error": FAIL, "skipped": SKIP}  # of two, the first counts
 _LOGGED = re.compile(r"iteration +(\d+)/.*?per iteration \(ms\): *([\d.]+).*?lm loss: (\S+)")
@@ -27,6 +31,20 @@ _SEND = """
 Every report helps, failures most of all. Paste this page into the issue form "Results from a GPU" and attach the CSV
 files, or add the folder as `benchmarks/results/gpu/NAME-OF-THE-GPU` in a pull request. Read it first: the ends of logs
 may hold names of your folders."""
+
+
+def facts() -> dict[str, Any]:
+    """Describe this machine by name and value; `doctor` describes what can be imported."""
+    installed = {found.name.replace("_", "-"): found.version for found in metadata.distributions()}
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    try:
+        gpus = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        gpus = f"unknown: {type(error).__name__}"
+    return {
+        **surroundings(), "GPUs, memory, driver": gpus, "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(), **{name: installed.get(name, "not installed") for name in _PACKAGES},
+    }  # fmt: skip
 
 
 class Case(NamedTuple):

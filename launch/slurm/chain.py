@@ -13,12 +13,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch import checkpoints, lock
+from launch import checkpoints
 from launch.flags import LaunchError
 from launch.record import ENDED
 from launch.signals import SAVE_AND_LEAVE
@@ -26,16 +25,13 @@ from launch.signals import SAVE_AND_LEAVE
 BOOK = "slices.jsonl"
 STOP = "stop"
 _OPTIONS: tuple[tuple[str, Any, Any], ...] = (  # name, type, default; None: required
-    ("--output", Path, None), ("--save", Path, None), ("--keep", int, 1), ("--job", str, ""),
-    ("--save-interval", int, 0), ("--status", int, 0),
+    ("--output", Path, None), ("--save", Path, None), ("--keep", int, 1), ("--job", str, ""), ("--status", int, 0),
 )  # fmt: skip
-_ENTRY = {"chain": str, "slice": int, "restart": int, "event": str, "iteration": int, "status": int, "time": int}
 _WATCH_SECONDS = 15
-_ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
-_LOOKS = 12  # two minutes, for what has to be read before anything can be said
 _TELL_AGAIN_SECONDS = 120
-_UNREPORTED = 3  # slices in a row
-_GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # statuses; a job ends as failed unless its chain ends as it should
+_STARTS = 3  # from the same checkpoint, as of a run that hangs until its job is killed
+# Statuses; a job ends as failed unless its chain ends as it should. The job's script tries again after AWAY.
+_GO_ON, _AWAY, _FAILED, _CHAIN_ENDS = 0, 1, 2, 3
 
 
 def main() -> int:
@@ -50,10 +46,10 @@ def main() -> int:
             return chain.begin()
         if options.action == "watch":
             return chain.watch(options.keep, options.job)
-        return chain.end(options.keep, options.status, options.save_interval)
-    except LaunchError as error:
+        return chain.end(options.keep, options.status)
+    except (LaunchError, OSError) as error:  # a disk that is full, or away for a moment
         chain.say(f"error: {error}")
-        return _FAILED
+        return _AWAY
 
 
 class Chain:
@@ -70,19 +66,21 @@ class Chain:
 
     def begin(self) -> int:
         """Note where the slice begins; the run itself repairs the checkpoints, once it holds their folder."""
-        if self._is_there(STOP):
+        if checkpoints.is_there(self.output / STOP):
             return self._end_chain(f"{self.output / STOP} exists, so the chain ends: remove it and submit again")
-        if self._is_there(ENDED):
+        if checkpoints.is_there(self.output / ENDED):
             return self._end_chain("the run has reached its end")
-        iteration = self._iteration()
-        if self._unreported(iteration) >= _UNREPORTED:
+        iteration = checkpoints.newest_whole(self.save) or 0
+        starts = [event["iteration"] for event in self.events() if event["event"] == "begin"]
+        if starts[-_STARTS:] == [iteration] * _STARTS:
             self.say(
-                f"error: {_UNREPORTED} slices began at iteration {iteration}, and none reported its end. "
+                f"error: {_STARTS} slices began at iteration {iteration}, and saved nothing. "
                 "Does the run hang, or does SLURM end it before it saves? Fix that, then submit again"
             )
             return _FAILED
         self.say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
-        return _GO_ON if self._note("begin", iteration, 0) else _FAILED
+        self._note("begin", iteration)
+        return _GO_ON
 
     def watch(self, keep: int, job: str) -> int:
         """Delete old checkpoints until killed; when the stop file appears, have Megatron save and leave."""
@@ -100,25 +98,21 @@ class Chain:
                 signalled = time.monotonic()
             time.sleep(_WATCH_SECONDS)
 
-    def end(self, keep: int, status: int, save_interval: int = 0) -> int:
+    def end(self, keep: int, status: int) -> int:
         """Note where the slice ended, and decide."""
         self._prune(keep)
-        began, before = self._history()
-        iteration = self._iteration()
-        noted = self._note("end", iteration, status)
-        if self._is_there(ENDED):
+        has_ended, stops = (checkpoints.is_there(self.output / name) for name in (ENDED, STOP))
+        iteration = checkpoints.newest_whole(self.save) or 0
+        events = self.events()
+        began = next((event["iteration"] for event in reversed(events) if event["event"] == "begin"), 0)
+        before = next((event for event in reversed(events) if event["event"] == "end"), None)
+        self._note("end", iteration, status=status, failed=status != 0 or iteration <= began)
+        if has_ended:
             return self._end_chain("the run has reached its end")
-        if self._is_there(STOP):
+        if stops:
             return self._end_chain(f"stopped at iteration {iteration} by {self.output / STOP}")
-        if not noted:
-            return _FAILED
         if iteration > began:
             self.say(f"ends with status {status} at iteration {iteration}, where the next slice resumes")
-            if iteration - began < save_interval:
-                self.say(
-                    f"warning: a slice of {iteration - began} iterations ends before the first --save-interval of "
-                    f"{save_interval}, so a crash loses the whole slice: save more often"
-                )
         else:
             failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
             if before is not None and before["iteration"] == iteration and before["failed"]:
@@ -131,65 +125,26 @@ class Chain:
         return _GO_ON
 
     def _prune(self, keep: int) -> list[Path]:
-        """Delete old checkpoints, unless another run holds the folder or the disk is away for a moment."""
+        """Delete old checkpoints, unless the disk is away for a moment."""
         try:
-            return checkpoints.prune(self.save, keep) if lock.is_free_for(self.output, self.save) else []
+            return checkpoints.prune(self.save, keep)
         except (LaunchError, OSError) as error:
             self.say(f"warning: no checkpoint was deleted this time: {error}")
             return []
 
-    def _unreported(self, iteration: int) -> int:
-        """Count the slices of this chain that began there in a row without noting their end."""
-        count = 0
-        for event in reversed(self.events()):
-            if (event["chain"], event["event"], event["iteration"]) != (self.place["chain"], "begin", iteration):
-                break
-            count += 1
-        return count
-
-    def _history(self) -> tuple[int, dict[str, Any] | None]:
-        """Find where this slice began, and how the one before it in this chain ended."""
-        events = [event for event in self.events() if event["chain"] == self.place["chain"]]
-        began = [event["iteration"] for event in events if event["event"] == "begin"]
-        ends = [event for event in events if event["event"] == "end"]
-        before = ends[-1] if ends else None
-        if before is not None:
-            started = [event for event in events[: events.index(before)] if event["event"] == "begin"]
-            stuck = bool(started) and before["iteration"] <= started[-1]["iteration"]
-            before = {**before, "failed": stuck or before["status"] != 0}
-        return (began[-1] if began else 0), before
-
     def events(self) -> list[dict[str, Any]]:
-        """Read the book's entries, without a last one that was cut off; another damaged one is a LaunchError."""
-        entries: list[dict[str, Any] | None] = []
-        with suppress(OSError):
-            entries = [_entry(line) for line in self.book.read_text(errors="replace").splitlines()]
-        if entries and entries[-1] is None:
-            del entries[-1]  # the next entry takes its place, and says so
-        if None in entries:
-            raise LaunchError(
-                f"line {entries.index(None) + 1} of {self.book} is damaged: delete that line, then submit again"
-            )
-        return [entry for entry in entries if entry is not None]
+        """Read the book's entries of this chain, without a line that a kill or a full disk has cut off."""
+        entries = []
+        for line in self.book.read_text(errors="replace").splitlines() if checkpoints.is_there(self.book) else ():
+            with suppress(ValueError):
+                entries.append(json.loads(line))
+        return [entry for entry in entries if entry["chain"] == self.place["chain"]]
 
-    def _note(self, event: str, iteration: int, status: int) -> bool:
+    def _note(self, event: str, iteration: int, **more: Any) -> None:
         """Add one line to the book, by which a run that fails again and again is seen."""
-        line = {**self.place, "event": event, "iteration": iteration, "status": status, "time": round(time.time())}
-        try:
-            if _patiently(_append, self.book, json.dumps(line), attempts=_ATTEMPTS, away=OSError):
-                self.say(f"the last line of {self.book} was cut off: dropped")
-        except OSError as error:
-            why = f"{self.book} cannot be written ({error.strerror})"
-            self.say(f"error: {why}: the chain ends; free some space, then submit again")
-            return False
-        return True
-
-    def _iteration(self) -> int:
-        """Find the newest complete checkpoint."""
-        return _patiently(checkpoints.newest_whole, self.save) or 0
-
-    def _is_there(self, name: str) -> bool:
-        return bool(_patiently(checkpoints.is_there, self.output / name))
+        line = {**self.place, "event": event, "iteration": iteration, **more, "time": round(time.time())}
+        with self.book.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _end_chain(self, why: str) -> int:
         self.say(why)
@@ -197,37 +152,6 @@ class Chain:
 
     def say(self, sentence: str) -> None:
         print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
-
-
-def _patiently(act: Callable[..., Any], *words: Any, attempts: int = _LOOKS, away: Any = LaunchError) -> Any:
-    """Try again after an error: a disk may be away for a moment."""
-    for _ in range(attempts - 1):
-        with suppress(away):
-            return act(*words)
-        time.sleep(_ATTEMPT_SECONDS)
-    return act(*words)
-
-
-def _entry(line: str) -> dict[str, Any] | None:
-    """Read a line of a book; None if it is damaged."""
-    with suppress(ValueError):
-        entry = json.loads(line)
-        if isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in _ENTRY.items()):
-            return entry
-    return None
-
-
-def _append(book: Path, line: str) -> bool:
-    """Add a line, and return whether it replaces a last one that a kill or a full disk cut off."""
-    with book.open("ab+") as file:
-        file.seek(0)
-        *whole, last = file.read().splitlines(keepends=True) or [b""]
-        is_cut = bool(last) and _entry(last.decode(errors="replace")) is None
-        if is_cut:
-            file.truncate(sum(map(len, whole)))
-        missing = "" if is_cut or not last or last.endswith(b"\n") else "\n"
-        file.write(f"{missing}{line}\n".encode())
-    return is_cut
 
 
 if __name__ == "__main__":

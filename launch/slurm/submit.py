@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import math
 import os
 import re
 import shlex
@@ -20,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch import checkpoints, data, preflight, record, sizes
-from launch.dry_run import facts_of, tokens_of, vocabulary_of
+from launch import checkpoints, preflight, record, sizes
+from launch.dry_run import facts_of, vocabulary_of
 from launch.estimate import gpu_memory
 from launch.flags import LaunchError, flag_names, flag_number
 from launch.launcher import check_text, continued
@@ -31,9 +30,6 @@ from launch.planned import ROOT, Machine, Plan
 from launch.slurm.chain import STOP
 from launch.slurm.job import DEFAULT, Job, Site, read_site, render
 from simreg_megatron.tools.indexed import DataError
-
-_MOST_EPOCHS = 4  # up to which repeated text is worth about as much as new text
-_FORCE = "or --force before the script to submit it all the same"
 
 
 def make_submit_parser() -> argparse.ArgumentParser:
@@ -47,7 +43,6 @@ def make_submit_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    force = "submit a run although it needs more memory or disk than there is, or reads its text more than 4 times"
     add = parser.add_argument
     add("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
     add("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
@@ -57,7 +52,6 @@ def make_submit_parser() -> argparse.ArgumentParser:
     add("--reserve", type=float, default=10, metavar="MINUTES", help="kept at a slice's end to save (default: 10)")
     add("--name", help="of the job (default: from the output folder)")
     add("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
-    add("--force", action="store_true", help=force)
     return parser
 
 
@@ -72,9 +66,7 @@ def main() -> None:
         for note in notes:
             print(f"> note: {note}", file=sys.stderr)
         facts = [f"{name:<9} {value}" for name, value in facts_of(plan, machine).items()]
-        facts += check_memory(plan, job, args, force=options.force)
-        facts += check_disk(plan, job, force=options.force)
-        check_epochs(plan, force=options.force)
+        facts += [*memory_of(plan, job, args), disk_of(plan, job)]
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
@@ -95,7 +87,7 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
     try:
         answer = preflight.check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
-        if site.runtime == "venv" or isinstance(error, preflight.ScheduleError):
+        if site.runtime == "venv":
             raise
         return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
     if answer is None:
@@ -111,7 +103,9 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
     """Make the job that is asked for, checked as far as this machine can; a LaunchError if it could not run."""
     own, family, words = _split(argv)
     options = make_submit_parser().parse_args(own)
-    site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
+    site = read_site(options.cluster, environ)
+    if tree := environ.get("MEGATRON_PATH", ""):  # also for the job, if sbatch passes no environment on
+        site = replace(site, environment={**site.environment, "MEGATRON_PATH": tree})
     tree = site.environment.get("MEGATRON_PATH", "")
     if site.runtime != "venv" and not Path(tree).is_dir():
         tree = ""  # in the container only, where this machine cannot ask it
@@ -133,7 +127,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
     gpus, ranks = site.gpus_per_node, site.ranks_per_node
     machine = Machine(gpus, bool(gpus), world_size=nodes * ranks, local_world_size=ranks, whole_nodes=True)
     plan = build_plan(family, run_options, rest, machine, environ={**environ, "MEGATRON_PATH": tree})
-    _check(plan, options)
+    _check(plan)
     _check_data(plan, site, previews=options.dry_run)
     output = plan.output.absolute()
     for note in plan.notes:
@@ -148,20 +142,10 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
         reserve=round(options.reserve * 60),
         output=output,
         save=(plan.save or Path()).absolute(),
-        save_interval=flag_number(plan.flags, "--save-interval", 1),
         train=(str(ROOT / "launch" / f"pretrain_{family}.sh"), *words, "--auto-resume"),
         site=site,
     )  # fmt: skip
     return job, options, plan, machine
-
-
-def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
-    """Give the job the tree of Megatron that the run is checked with, also if sbatch passes no environment on."""
-    if tree and site.environment.get("MEGATRON_PATH") not in (None, "", tree):
-        raise LaunchError(
-            f"MEGATRON_PATH is {tree} here and {site.environment['MEGATRON_PATH']} in {cluster}: unset one of them"
-        )
-    return replace(site, environment={**site.environment, "MEGATRON_PATH": tree}) if tree else site
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -184,27 +168,14 @@ def _nodes_of(layout: str | None, family: str, model: str) -> int:
     raise LaunchError(f"how many nodes? give --nodes N before the script, or --layout {'|'.join(layout_names())}")
 
 
-def _check(plan: Plan, options: argparse.Namespace) -> None:
-    for name in ("nodes", "slices", "keep"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
-    output, names = plan.output.absolute(), flag_names(plan.flags)
-    if not 0.5 <= options.reserve < math.inf:
-        raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
-    if re.search(r"[\s%#\"'\\]", str(output)):
-        raise LaunchError(f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %")
+def _check(plan: Plan) -> None:
     if record.has_ended(plan):
         done = f"{plan.output}: {record.length(plan)} are done"
         raise LaunchError(f"{done}: ask for more, or give another --output")
-    if "--skip-train" in names:
-        raise LaunchError("--skip-train trains nothing for a chain to resume: leave it out")
-    if "--save-retain-interval" in names:
+    if "--save-retain-interval" in flag_names(plan.flags):
         raise LaunchError("--keep N deletes what --save-retain-interval keeps: leave it out")
     if checkpoints.is_there(plan.output / STOP):
         raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
-    if "--exit-duration-in-mins" in names:
-        instead = "leave it out, and give --time and --reserve before the script"
-        raise LaunchError(f"the job sets --exit-duration-in-mins: {instead}")
 
 
 def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
@@ -222,54 +193,23 @@ def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
         print(f"> {notice}", file=sys.stderr)
 
 
-def check_memory(plan: Plan, job: Job, args: argparse.Namespace | None, *, force: bool) -> list[str]:
-    """Return Megatron's estimate of a GPU's memory, as lines; a LaunchError unless `force` if the card has less."""
+def memory_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> list[str]:
+    """Return Megatron's estimate of a GPU's memory as a line, if it has one."""
     found = gpu_memory(args, vocabulary_of(plan)) if args and job.site.gpus_per_node else None
     if found is None:
         return []
-    known = zip(found, ("weights and optimizer", "activations"), strict=True)
-    parts = " and ".join(f"{gib:,.1f} of {name}" for gib, name in known if gib)
-    least = "" if all(found) else "at least "
-    says = f"{least}{sum(found):,.1f} GiB of a GPU's {job.site.gpu_memory}, by Megatron's estimate ({parts})"
-    if sum(found) > job.site.gpu_memory and not force:
-        raise LaunchError(
-            f"the run needs {says}: give a smaller --micro-batch-size, more --nodes, --recompute-granularity full "
-            "--recompute-method uniform --recompute-num-layers 1, the GPU_MEMORY of your cards in the cluster's file, "
-            f"{_FORCE}"
-        )
-    return [f"memory    {says}"]
+    weights, activations = found
+    total = f"{weights + activations:,.1f} GiB of a GPU's {job.site.gpu_memory}, by Megatron's estimate"
+    return [f"memory    {total} ({weights:,.1f} of weights and optimizer and {activations:,.1f} of activations)"]
 
 
-def check_disk(plan: Plan, job: Job, *, force: bool) -> list[str]:
-    """Return the size of the run's checkpoints, as lines; a LaunchError unless `force` if they do not fit."""
-    saved = checkpoints.size(job.save)
-    size = saved or sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary_of(plan))
-    most = (job.keep + 1) * size
-    missing = max(0, most - saved * len(checkpoints.iterations(job.save)))
+def disk_of(plan: Plan, job: Job) -> str:
+    """Return the size of the run's checkpoints as a line."""
+    size = sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary_of(plan)) / 2**30
     there = next(path for path in (job.save, *job.save.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    is_seen = there != there.parent  # at / another disk is yet to be mounted
-    if is_seen and missing > free and not force:
-        raise LaunchError(
-            f"{job.keep} checkpoints and one being written take {_gib(missing)} more, and {_gib(free)} are free for "
-            f"{job.save}: give a smaller --keep, an --output on another disk, {_FORCE}"
-        )
-    left = f"; {_gib(free)} are free" if is_seen else ""
-    return [f"disk      {_gib(size)} a checkpoint, {_gib(most)} for {job.keep} and one being written{left}"]
-
-
-def check_epochs(plan: Plan, *, force: bool) -> None:
-    """Raise a LaunchError unless `force` if the run reads its text more often than repeated text helps."""
-    there = None if plan.builtin_corpus or force else data.tokens_there(plan.flags)
-    if there and tokens_of(plan) > _MOST_EPOCHS * there:
-        raise LaunchError(
-            f"the run reads {tokens_of(plan):,} tokens, {tokens_of(plan) / there:,.1f} epochs of the {there:,} in its "
-            f"text: give more text, fewer --train-iters, {_FORCE}"
-        )
-
-
-def _gib(number: int) -> str:
-    return f"{number / 2**30:,.1f} GiB"
+    free = shutil.disk_usage(there).free / 2**30
+    most = f"{(job.keep + 1) * size:,.1f} GiB for {job.keep} and one being written"
+    return f"disk      {size:,.1f} GiB a checkpoint, {most}; {free:,.1f} GiB are free"
 
 
 def _submit(job: Job, text: str) -> None:

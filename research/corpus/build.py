@@ -25,7 +25,6 @@ from research.corpus.debian import Package, fetch, read_files, read_lock
 from research.corpus.pages import SIDES, make_pages
 from research.corpus.prose import Block
 from research.corpus.readers import read_page
-from research.corpus.recipe import PACKAGES
 from simreg_megatron import __version__
 from simreg_megatron.tools.builtin_corpus import write_pair
 from simreg_megatron.tools.indexed import ENDINGS, DataError, describe_files, find_changed
@@ -46,9 +45,8 @@ def build_corpus(out: Path, packages: Path) -> dict[str, Any]:
     Raises:
         DataError: a package cannot be fetched or is not the lock's, or `out` holds something else.
     """
-    known = read_lock(LOCK)
-    pinned = [known[name] for name in PACKAGES]
-    inputs = [(package.name, package.sha256, PACKAGES[package.name]) for package in pinned]
+    pinned = read_lock(LOCK)
+    inputs = [(package.name, package.sha256, package.read) for package in pinned]
     fingerprint = hashlib.sha256(json.dumps([FORMAT, VOCAB_SIZE, inputs]).encode()).hexdigest()
     if out.exists():
         return _existing(out, fingerprint)
@@ -83,7 +81,7 @@ def build_corpus(out: Path, packages: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "files": describe_files(work, [*(f"{side}{end}" for side in SIDES for end in ENDINGS), "tokenizer.model"]),
         "fingerprint": fingerprint,
-        "packages": [{**asdict(one), "read": PACKAGES[one.name], "characters": characters[one.name]} for one in pinned],
+        "packages": [{**asdict(one), "characters": characters[one.name]} for one in pinned],
     }
     (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     work.rename(out)
@@ -102,6 +100,6 @@ def _existing(out: Path, fingerprint: str) -> dict[str, Any]:
 
 def _prose_of(package: Package, *, cache: Path) -> list[tuple[str, list[Block]]]:
     """Return name and prose of each file of a package that has some."""
-    files = read_files(fetch(package, cache), PACKAGES[package.name])
+    files = read_files(fetch(package, cache), package.read)
     found = ((f"{package.name}/{name.removeprefix('./')}", read_page(name, data)) for name, data in files)
     return [(name, blocks) for name, blocks in found if blocks]

@@ -12,10 +12,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from launch import checkpoints
-from launch.checkpoints import TRACKER, is_torn, is_whole, iterations, newest_whole, path_of, prune, repair, size
+from launch.checkpoints import TRACKER, is_torn, is_whole, iterations, newest_whole, path_of, prune, repair
 from launch.flags import LaunchError
 
 
@@ -28,16 +27,6 @@ def make(folder: Path, iteration: int, *, index: bytes = b"index", config: str |
         (path / ".metadata").write_bytes(index)
     if config is not None:
         (path / "metadata.json").write_text(json.dumps({"sharded_backend": config, "sharded_backend_version": 1}))
-    return path
-
-
-def make_legacy(folder: Path, iteration: int, *, cut: int = 0) -> Path:
-    path = path_of(folder, iteration)
-    for rank in ("mp_rank_00", "mp_rank_01"):
-        (path / rank).mkdir(parents=True)
-        file = path / rank / "model_optim_rng.pt"
-        torch.save({"weight": torch.arange(100.0)}, file)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size - cut])
     return path
 
 
@@ -68,9 +57,12 @@ def test_a_config_that_was_cut_off(text: str, tmp_path: Path) -> None:
     assert not is_whole(path)
 
 
-def test_legacy_files_end_with_their_contents(tmp_path: Path) -> None:
-    assert is_whole(make_legacy(tmp_path, 5))
-    assert is_torn(make_legacy(tmp_path, 6, cut=40))
+def test_the_tracker_decides_in_the_older_format(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        (path_of(tmp_path, iteration) / "mp_rank_00").mkdir(parents=True)
+    track(tmp_path, "10")
+    assert newest_whole(tmp_path) == 10 and repair(tmp_path) == [] == prune(tmp_path, 1)
+    assert iterations(tmp_path) == [10, 20]
 
 
 def test_a_run_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
@@ -127,27 +119,11 @@ def test_an_unknown_format_is_accepted_if_megatron_names_it(tmp_path: Path) -> N
         repair(tmp_path)
 
 
-def test_sums_come_last(tmp_path: Path) -> None:
-    for iteration in (10, 20):
-        make(tmp_path, iteration)
-    track(tmp_path, "10")
-    (path_of(tmp_path, 10) / "integrity.json").touch()
-    assert newest_whole(tmp_path) == 10 and repair(tmp_path) == []
-
-
-def test_a_legacy_checkpoint_beyond_the_tracker_may_lack_ranks(tmp_path: Path) -> None:
-    make_legacy(tmp_path, 10)
-    make_legacy(tmp_path, 20)
-    track(tmp_path, "10")
-    assert newest_whole(tmp_path) == 10
-
-
-@pytest.mark.parametrize("new", [make, make_legacy])
 @pytest.mark.parametrize(("module", "name"), [(os, "stat"), (os, "listdir"), (io, "open")])
-def test_a_disk_that_is_away_is_no_missing_checkpoint(module, name: str, new, tmp_path: Path, monkeypatch) -> None:
+def test_a_disk_that_is_away_is_no_missing_checkpoint(module, name: str, tmp_path: Path, monkeypatch) -> None:
     """A server that answers with an error once must cost neither the checkpoints nor the training before them."""
     for iteration in (10, 20):
-        new(tmp_path, iteration)
+        make(tmp_path, iteration)
     track(tmp_path, "20")
     real, asked = getattr(module, name), list[str]()
 
@@ -174,7 +150,6 @@ def test_what_cannot_be_seen_ends_in_a_sentence(tmp_path: Path, monkeypatch) -> 
         newest_whole(tmp_path)
     with pytest.raises(LaunchError, match=r"cannot be read \(File name too long\)"):
         checkpoints.is_there(tmp_path / ("long" * 99))
-    assert size(tmp_path) == 0, "a guess takes its place"
 
 
 def test_prune_keeps_the_newest_whole_the_tracked_and_the_unfinished(tmp_path: Path) -> None:
@@ -185,9 +160,7 @@ def test_prune_keeps_the_newest_whole_the_tracked_and_the_unfinished(tmp_path: P
     assert prune(tmp_path, 2) == [path_of(tmp_path, 10)]
     track(tmp_path, "40")
     assert prune(tmp_path, 2) == [path_of(tmp_path, 20)]
-    assert iterations(tmp_path) == [30, 40, 50]
-    with pytest.raises(ValueError, match="at least one"):
-        prune(tmp_path, 0)
+    assert iterations(tmp_path) == [30, 40, 50] and prune(tmp_path, 0) == [path_of(tmp_path, 30)]
 
 
 def test_a_deletion_that_was_killed_is_finished(tmp_path: Path) -> None:

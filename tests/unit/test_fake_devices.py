@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.fake_autograd import backward
-from benchmarks.fake_ranks import HostTensors, Layout, as_rank
+from benchmarks.fake_ranks import Layout, as_rank
 from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import SimRegConfig
@@ -37,6 +39,21 @@ NEED_A_DRIVER["placebo"] = placebo, "random_numbers"
 """Objectives that draw from a generator of the device, which is none without its driver: what draws is replaced."""
 NEED_MEMORY = [impl for impl in IMPLEMENTATIONS if impl not in ("auto", "reference", "tiled")]
 """Forms with kernels in Triton, whose launcher asks each tensor where its memory is: each launch is counted instead."""
+
+
+class HostTensors(TorchDispatchMode):
+    """Names of operators that read or make a tensor of the host: its numbers would have to cross to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, found))
+        if any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves):
+            self.names.append(str(func))
+        return found
 
 
 @dataclass(frozen=True)

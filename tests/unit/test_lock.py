@@ -9,7 +9,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -113,7 +112,7 @@ def test_a_later_slice_waits_for_a_process_on_a_lost_node(variable: str, tmp_pat
     waited.clear()
     with held(tmp_path, wait=touched_for(300)):
         assert 300 < sum(waited) < 420
-    assert "is still touched: waiting up to 8 minutes for that process" in capsys.readouterr().out
+    assert "checking whether it is still running, for up to 8 minutes" in capsys.readouterr().out
     put(tmp_path, ELSEWHERE)
     waited.clear()
     with pytest.raises(LaunchError, match="in use by another run"), held(tmp_path, wait=touched_for(1e9)):
@@ -172,13 +171,6 @@ def planned(folder: Path, *words: str) -> launcher.Plan:
     asked = ["--output", str(folder), "--auto-resume", "--save-interval", "2", *words]
     options, rest = make_parser("llama").parse_known_args(asked)
     return launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
-
-
-def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock.os, "link", Mock(side_effect=PermissionError("no links here")))
-    with held(tmp_path, wait=never), pytest.raises(LaunchError, match="in use"), held(tmp_path, wait=never):
-        pass
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_rank_alone_holds_output_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,16 +232,3 @@ def test_two_outputs_with_the_same_checkpoints_are_one_run(tmp_path: Path, monke
     other = planned(tmp_path / "other", "--save", str(tmp_path / "out" / "checkpoints"))
     with launcher._alone(planned(tmp_path / "out")), pytest.raises(LaunchError, match="in use"), launcher._alone(other):
         pytest.fail("both would save there")
-
-
-@pytest.mark.parametrize("free", [0, 1 << 40])
-def test_a_full_disk_is_one_sentence(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    full = CheckpointException("write", {1: (RuntimeError("unexpected pos 64"), None)})  # type: ignore[dict-item]
-    monkeypatch.setattr("simreg_megatron.__main__.run", Mock(side_effect=full))
-    monkeypatch.setattr(launcher.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(CheckpointException if free else LaunchError) as caught:
-        launcher._train(planned(tmp_path))
-    assert free or "0 MiB are free there" in str(caught.value)

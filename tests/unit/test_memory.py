@@ -5,9 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.cases import hidden_states
-from benchmarks.emulation import predicted_bytes
+from benchmarks.fake_autograd import backward
+from benchmarks.fake_ranks import LiveBytes
 from benchmarks.measure import peak_bytes
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import geometry
@@ -16,6 +18,22 @@ from tests.helpers.fixtures import random_tokens
 
 MIB = 1 << 20
 slow = pytest.mark.slow
+
+
+def predicted_bytes(
+    batch: int, length: int, width: int, *, chunk_size: int, dtype: torch.dtype, device: str, impl: str = "tiled"
+) -> int:
+    """Return the peak memory, without inputs and gradient, of a forward and backward of the loss, without computing it.
+
+    Every tile is gone through with tensors that have no memory, so this counts what the code asks for.
+    """
+    with FakeTensorMode():
+        rows = torch.empty(batch, length, width, dtype=dtype, device=device, requires_grad=True)
+        labels = torch.empty(batch, length, dtype=torch.int64, device=device)
+        with LiveBytes() as live:
+            loss = simreg_loss(rows, labels, chunk_size=chunk_size, impl=impl)
+            backward(loss, torch.ones_like(loss))
+    return live.most - rows.nbytes
 
 
 SIZES = [

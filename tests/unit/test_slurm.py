@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from launch import lock, record
+from launch import record
 from launch.flags import LaunchError
 from launch.options import LAYOUTS, PRESETS, TINY
 from launch.planned import ROOT
@@ -148,7 +148,7 @@ def _rendered(site: Site) -> str:
     from launch.slurm.job import Job
 
     save = Path("/out/checkpoints")
-    return render(Job("name", 2, "60", 3, 2, 600, Path("/out"), save, 50, ("script", "--a", "b"), site))
+    return render(Job("name", 2, "60", 3, 2, 600, Path("/out"), save, ("script", "--a", "b"), site))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,6 @@ def _rendered(site: Site) -> str:
         pytest.param((), ("--time=5",), "put --time=5 before the script: there it is the job's", id="time"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
-        pytest.param((), ("--output", "a b"), "without spaces, quotes, # or %", id="blank"),
     ],
 )
 def test_what_would_fail_is_refused_before_it_is_queued(
@@ -177,21 +176,11 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
     text_of(LLAMA, "--model", "7b", *data, "--train-iters", "13000")
 
 
-@pytest.mark.parametrize("value", ["a#b", "a\n#SBATCH --nodes=99"])
-def test_what_sbatch_would_read_otherwise_is_refused(value: str, data: list[str]) -> None:
-    with pytest.raises(LaunchError, match=r"sbatch cannot read '--account=a.*: leave out quotes, #"):
-        _rendered(Site(account=value))
-    with pytest.raises(LaunchError, match="sbatch cannot read '--job-name=a"):
-        text_of("--name", value, LLAMA, "--model", "7b", *data)
-
-
 def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
     """Unquoted, sbatch takes the rest of the line for other flags."""
     lines = _rendered(Site(sbatch_extra="--exclusive '--comment=two words'", constraint="[a|b]")).splitlines()
     assert "#SBATCH --exclusive" in lines and '#SBATCH "--comment=two words"' in lines
     assert "#SBATCH --constraint=[a|b]" in lines
-    with pytest.raises(LaunchError, match="SBATCH_EXTRA are lists of sbatch's flags"):
-        _rendered(Site(sbatch_extra="--comment='two"))
 
 
 @pytest.mark.parametrize(
@@ -200,8 +189,6 @@ def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
         ("PARTITON=gpu", "line 1: no setting is called PARTITON: it is one of ACCOUNT"),
         ("GPUS_PER_NODE=many", "GPUS_PER_NODE takes a number"),
         ("RUNTIME=pyxis", "RUNTIME=pyxis needs an image: set CONTAINER_IMAGE"),
-        ("GPU_REQUEST=--gpus-per-task=1", "hides a node's other GPUs"),
-        ("GPU_REQUEST=--gres=gpu:8\nCPUS_PER_TASK=12\nSBATCH_EXTRA=", "has no line LAYOUT=: take it from"),
     ],
 )
 def test_a_mistake_in_the_clusters_file_is_named(text: str, error: str, tmp_path: Path) -> None:
@@ -222,9 +209,6 @@ def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str]
     text = render(submit.prepare(words, {**os.environ, "MEGATRON_PATH": str(tree)})[0])
     assert value_of(text, "MEGATRON_PATH") == [str(tree)]
     assert "--container-env=MEGATRON_PATH,PYTHONPATH" in value_of(text, "CONTAINER_SRUN")
-    site.write_text(f"{site.read_text()}export MEGATRON_PATH=/another\n")
-    with pytest.raises(LaunchError, match=r"it's a tree here and /another in .*my\.env: unset one of them"):
-        submit.prepare(words, {**os.environ, "MEGATRON_PATH": str(tree)})
 
 
 class TestWhatMegatronSays:
@@ -293,12 +277,6 @@ def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, 
     words += ["--save-interval", "5"]
     bare = [sys.executable, "-S", "-m", "launch.slurm.submit", "--cluster", str(site), "--dry-run", LLAMA, *words]
     done = jobs.run(bare, cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
-        "error: the run reads 819,200 tokens, 409.6 epochs of the 2,000 in its text: give more text, fewer "
-        "--train-iters, or --force before the script to submit it all the same"
-    )
-    bare.insert(bare.index("--dry-run"), "--force")
-    done = jobs.run(bare, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert value_of(done.stdout, "PYTHON") == [sys.executable]
     assert re.search(r"has no sentencepiece, so the data is not checked here", done.stderr)
@@ -347,28 +325,6 @@ class TestBooks:
     def test_only_two_failures_without_progress_end(self, slices, ends, books, monkeypatch) -> None:
         assert [self.slice(books, *one, monkeypatch) for one in slices] == ends
 
-    def test_a_slice_shorter_than_the_save_interval_is_reported(self, books, monkeypatch, capsys) -> None:
-        assert self.slice(books, 10, 13, 0, monkeypatch) == 0
-        assert "warning" not in capsys.readouterr().out
-        self.at(books, 13, monkeypatch)
-        books.begin()
-        self.at(books, 16, monkeypatch)
-        assert books.end(3, 0, save_interval=5) == 0
-        assert "3 iterations ends before the first --save-interval of 5" in capsys.readouterr().out
-
-    def test_checkpoints_that_another_run_holds_are_left_alone(self, books, monkeypatch) -> None:
-        """A second chain may name the same --save and a smaller --keep; its run is refused, and it deletes nothing."""
-        pruned = []
-        monkeypatch.setattr(chain.checkpoints, "prune", lambda folder, keep: pruned.append(folder) or [])
-        with lock.held(books.output, books.save):
-            self.slice(books, 10, 20, 0, monkeypatch)
-        assert pruned == [books.save], "its own run"
-        with lock.held(books.save):
-            self.slice(books, 20, 20, 2, monkeypatch)
-        assert pruned == [books.save]
-        self.slice(books, 20, 30, 0, monkeypatch)
-        assert pruned == [books.save] * 2, "no process holds it"
-
     def test_a_slice_whose_node_died_is_no_failure(self, books, monkeypatch) -> None:
         self.at(books, 10, monkeypatch)
         assert books.begin() == 0  # and never ended
@@ -378,54 +334,33 @@ class TestBooks:
         """A run that hangs until its time limit, whose job is ended before it can write."""
         self.at(books, 10, monkeypatch)
         assert [books.begin() for _ in range(4)] == [0, 0, 0, 2]
-        assert "3 slices began at iteration 10, and none reported its end" in capsys.readouterr().out
+        assert "3 slices began at iteration 10, and saved nothing" in capsys.readouterr().out
         self.at(books, 20, monkeypatch)
         assert books.begin() == 0, "progress"
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "6")
         self.at(books, 10, monkeypatch)
         assert chain.Chain(books.output, books.save).begin() == 0, "another submission"
 
-    def test_a_disk_that_is_away_for_a_moment_is_waited_for(self, books, monkeypatch, capsys) -> None:
-        monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
-        away = [LaunchError("away"), LaunchError("away")]
-        monkeypatch.setattr(chain.checkpoints, "newest_whole", Mock(side_effect=[*away, 30]))
-        monkeypatch.setattr(chain.checkpoints, "is_there", Mock(side_effect=[*away, False] * 4))
-        assert books.begin() == 0 and "begins at iteration 30" in capsys.readouterr().out
+    def test_a_disk_that_is_away_is_tried_again_by_the_jobs_script(self, books, monkeypatch, capsys) -> None:
+        monkeypatch.setattr(chain.checkpoints, "newest_whole", Mock(side_effect=[LaunchError("away"), OSError(5), 30]))
+        monkeypatch.setattr(sys, "argv", ["chain", "begin", "--output", str(books.output), "--save", str(books.save)])
+        assert [chain.main() for _ in range(3)] == [1, 1, 0] and len(books.events()) == 1
+        assert "begins at iteration 30" in capsys.readouterr().out
         monkeypatch.setattr(chain.checkpoints, "prune", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
         self.at(books, 40, monkeypatch)
         assert books.end(3, 0) == 0 and "no checkpoint was deleted this time" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("cut", ['{"chain": "5", "ev', "17", "\xff"])
-    def test_a_last_line_that_was_cut_off_is_dropped(self, cut: str, books, monkeypatch, capsys) -> None:
-        """The entry after it once landed on the same line: `end` then met an end without a beginning."""
+    def test_a_line_that_was_cut_off_is_skipped(self, books, monkeypatch) -> None:
         assert self.slice(books, 0, 10, 0, monkeypatch) == 0
-        with books.book.open("a", encoding="latin-1") as file:
-            file.write(cut)
-        assert [event["event"] for event in books.events()] == ["begin", "end"]
+        with books.book.open("a") as file:
+            file.write('{"chain": "5", "ev\n')
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
-        assert capsys.readouterr().out.count("slices.jsonl was cut off: dropped") == 1
         assert [event["iteration"] for event in books.events()] == [0, 10, 10, 10]
 
-    def test_a_line_that_lacks_its_end_alone_counts(self, books, monkeypatch) -> None:
-        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
-        books.book.write_text(books.book.read_text().rstrip())
-        assert self.slice(books, 10, 20, 0, monkeypatch) == 0 and len(books.events()) == 4
-
-    @pytest.mark.parametrize("damaged", ['{"chain": "5", "ev', "17", '{"event": "begin"}'])
-    def test_a_damaged_line_before_others_is_one_sentence(self, damaged: str, books, monkeypatch, capsys) -> None:
-        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
-        books.book.write_text(f"{damaged}\n{books.book.read_text()}")
-        monkeypatch.setattr(sys, "argv", ["chain", "end", "--output", str(books.output), "--save", str(books.save)])
-        assert chain.main() == 2
-        assert "slices.jsonl is damaged: delete that line, then submit again" in capsys.readouterr().out
-        with pytest.raises(LaunchError, match=r"line 1 of .*slices.jsonl"):
-            books.events()
-
     def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
-        monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
         books.book.mkdir()  # a folder cannot be appended to
-        assert books.begin() != 0
-        assert "cannot be written" in capsys.readouterr().out
+        monkeypatch.setattr(sys, "argv", ["chain", "begin", "--output", str(books.output), "--save", str(books.save)])
+        assert chain.main() == 1 and "Is a directory" in capsys.readouterr().out
 
     @pytest.mark.parametrize("name", [chain.STOP, record.ENDED])
     def test_the_end_and_the_stop_file_end(self, name: str, books, monkeypatch) -> None:
@@ -546,7 +481,7 @@ class TestWhatARunTakes:
 
     def disk(self, *argv: str) -> str:
         job, _, plan, _ = submit.prepare(argv, dict(os.environ))
-        return submit.check_disk(plan, job, force=True)[0]
+        return submit.disk_of(plan, job)
 
     def test_checkpoints_of_a_real_size(self, data: list[str]) -> None:
         """14 bytes for each of 6.74 billion weights."""
@@ -562,25 +497,18 @@ class TestWhatARunTakes:
 
     @pytest.mark.slow
     @pytest.mark.megatron
-    def test_what_exceeds_the_card_or_the_disk_is_refused_unless_forced(self, tmp_path: Path) -> None:
-        """A 7B that is previewed before its text is there, on a disk that every machine here is smaller than."""
+    def test_megatrons_estimate_of_the_memory_is_printed(self, tmp_path: Path) -> None:
+        """A 7B that is previewed before its text is there."""
         run = [LLAMA, "--model", "7b", "--recipe", "paper", "--data", "PREFIX", "--tokenizer", "PATH"]
-        run += ["--output", str(tmp_path / "run")]
-        large = [*run, "--micro-batch-size", "16"]
+        run += ["--output", str(tmp_path / "run"), "--micro-batch-size", "16"]
 
         def submitted(*words: str) -> tuple[int, str]:
             done = jobs.run(["bash", str(ROOT / "launch/slurm/submit.sh"), "--dry-run", *words], cwd=ROOT)
             return done.returncode, done.stderr
 
-        status, said = submitted(*large)
-        assert status == 2 and said.splitlines()[-1].startswith(
-            "error: the run needs 183.5 GiB of a GPU's 80, by Megatron's estimate (38.2 of weights and optimizer and "
-            "145.2 of activations): give a smaller --micro-batch-size, "
-        )
-        status, said = submitted("--keep", "99999", *run)
-        assert status == 2 and re.search(r"99999 checkpoints and one being written take 8,78\d,\d+\.\d GiB more", said)
-        status, said = submitted("--force", "--keep", "99999", *large)
-        assert status == 0 and "\n> memory    183.5 GiB of a GPU's 80, by" in said
+        status, said = submitted(*run)
+        estimate = "by Megatron's estimate (38.2 of weights and optimizer and 145.2 of activations)"
+        assert status == 0 and f"\n> memory    183.5 GiB of a GPU's 80, {estimate}" in said, said
         assert "the run itself would be refused on this machine: there is no PREFIX.bin" in said
         site = site_file(tmp_path, f"{DEFAULT.read_text()}\nGPU_MEMORY=192\n")
-        assert "the run needs" not in submitted("--cluster", str(site), *large)[1]
+        assert "183.5 GiB of a GPU's 192" in submitted("--cluster", str(site), *run)[1]

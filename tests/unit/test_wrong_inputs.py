@@ -105,7 +105,6 @@ SIZES_AND_WORDS = [
     ("llama --save-interval 2", "--save-interval needs --output DIR"),
     (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
      "needs --save-interval N"),
-    (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
     ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
     ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
     ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
@@ -233,8 +232,6 @@ submit | error: name what to run: launch/pretrain_llama.sh, pretrain_mixtral.sh 
 submit --cluster none.env launch/pretrain_llama.sh | error: none.env cannot be read (No such file or directory): give
 submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is a directory): give a file of settings
 submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launch/pretrain_llama.sh
-submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --exit-duration-in-mins 5 | error: the job
-submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --skip-train | error: --skip-train trains
 submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --save-retain-interval 5 | error: --keep N
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
 simreg-megatron prepare | invalid choice: 'prepare'
@@ -287,8 +284,6 @@ TOGETHER = """
 --checkpoint-activations | Megatron refuses these flags together: --checkpoint-activations is no longer valid, use --rec
 --expert-model-parallel-size 2 | Megatron refuses these flags together: num_experts must be non None
 --expert-model-parallel-size 2 --num-experts 3 | Megatron refuses these flags together: Number of experts should be a
---attention-backend flashh | --attention-backend does not take 'flashh': choose from flash, fused, unfused, local,
---log-interval 3 5 | '5' belongs to no flag: leave it out
 --help-me | Megatron has no flag --help-me: did you mean --help?
 --simreg-lambda 1 --simreg-log-interval 15 | --simreg-log-interval 15 must be a multiple of --log-interval 10
 --simreg-lambda 1 --simreg-objective mic --simreg-objective-options prefixes=48/500 | SimReg objective mic cannot take
