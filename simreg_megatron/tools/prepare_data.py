@@ -8,27 +8,29 @@ command continues after it was stopped. The files of the set get their names whe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
-import random
-import re
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from simreg_megatron import __version__
 from simreg_megatron.tools import builtin_corpus
-from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter, describe_files, find_changed, token_dtype
+from simreg_megatron.tools.indexed import (
+    ENDINGS,
+    MANIFEST,
+    DataError,
+    PairWriter,
+    describe_files,
+    find_changed,
+    publish,
+)
 from simreg_megatron.tools.text_sources import READABLE, Group, file_bytes, find_groups, load_group, texts_of
 from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
-MANIFEST = "manifest.json"
 _SAMPLE_CHARACTERS, _SAMPLE_GROUPS = 6_000_000, 16
 
 
@@ -39,13 +41,14 @@ def add_command(commands: Any) -> None:
     text = "tokenize text into training and validation sets; the same command continues after it was stopped"
     parser = data.add_parser("prepare", help=text, description=text)
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    of_validation = parser.add_mutually_exclusive_group().add_argument
     add("sources", nargs="+", metavar="SOURCE", help=f"{READABLE}; a .txt is one document")
     add("--out", type=Path, required=True, help="folder for train and valid .bin/.idx, and manifest.json")
     one_of("--tokenizer", help="a sentencepiece .model file, or a Hugging Face folder or name")
     one_of("--train-tokenizer", type=_count, metavar="N", help="train one of N pieces: OUT/tokenizer.model")
     add("--key", default="text", help="the key or column that has the text (default: text)")
-    add("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
-    add("--valid-share", type=float, help="without --valid: share of the documents (default: 0.005)")
+    of_validation("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
+    of_validation("--valid-share", type=float, help="share of the documents (default: 0.005)")
     add("--tokens", type=_count, help="training tokens, such as 20B or 500M: ends with the document that reaches them")
     add("--valid-tokens", type=_count, help="the same for the --valid sources")
     add("--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
@@ -53,11 +56,9 @@ def add_command(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    found = re.fullmatch(r"([\d_]*\d(?:\.\d+)?)([KMGBT]?)", text.replace(",", ""), re.IGNORECASE)
-    number = round(float(found[1]) * 1000 ** "_KMGT".index(found[2].upper().replace("B", "G") or "_")) if found else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"takes a positive number such as 20B, 500M or 4096, not {text!r}")
-    return number
+    """Read 20B, 500M, 32K or 4096."""
+    unit = "_KMBT".find(text[-1:].upper())
+    return round(float(text[:-1]) * 1000**unit if unit > 0 else float(text))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -86,14 +87,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options."""
     import datasets
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
-    if list(sources) == ["c4"] and not Path("c4").exists() and not valid and valid_share is None:
+    if list(sources) == ["c4"] and not valid and valid_share is None:
         valid = ["c4"]
-    if (valid and valid_share) or (valid_tokens and not valid):
-        raise DataError("the validation set is --valid SOURCE (with --valid-tokens) or --valid-share: give one of them")
-    if valid_share is not None and not 0 <= valid_share < 1:
-        raise DataError(f"--valid-share takes a share of the documents from 0 to below 1, not {valid_share:g}")
     groups = {"valid": find_groups(valid or (), key, "validation")}
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
     groups["train"] = find_groups(sources, key, "train", leave_out=apart)
@@ -109,8 +106,7 @@ def prepare(
     }
     if (out / MANIFEST).exists():
         return _finished(out, settings)
-    made = [f"{side}{ending}" for side in groups for ending in ENDINGS] + ["tokenizer.model"] * bool(train_tokenizer)
-    if there := [name for name in made if (out / name).exists()]:
+    if there := [f"{side}{ending}" for side in groups for ending in ENDINGS if (out / f"{side}{ending}").exists()]:
         raise DataError(f"{out / there[0]} is there without a {MANIFEST}: give another --out, or move it away")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
@@ -118,38 +114,20 @@ def prepare(
         datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(cache / "lock", timeout=0):
-            loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
-            manifest = _write_pairs(groups, loaded, settings, cache, workers)
-            (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-            for name in (*manifest["files"], MANIFEST):
-                (cache / name).replace(out / name)
-            for side in groups:  # Megatron's indices of a set that was here before
-                shutil.rmtree(out / side / "cache", ignore_errors=True)
-            shutil.rmtree(cache)
-    except Timeout:
-        raise DataError(f"another process prepares {out}: wait for its end, or give another --out") from None
-    except DataError:
-        if not any(cache.rglob("cache-*.arrow")):  # nothing is tokenized that the same command would go on from
-            shutil.rmtree(cache)
-            with contextlib.suppress(OSError):  # something else is in the folder
-                out.rmdir()
-        raise
+    with FileLock(cache / "lock", timeout=0):  # one process prepares a set
+        loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
+        manifest = _write_pairs(groups, loaded, settings, cache, workers)
+        publish(cache, out, manifest)
     return manifest
 
 
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest of a finished set, if it was made with the same settings and its files are there."""
-    try:
-        manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
-        differ = [name for name, value in settings.items() if manifest.get("settings", {}).get(name) != value]
-        changed = not differ and find_changed(out, manifest)
-    except (ValueError, LookupError, AttributeError, TypeError):
-        raise DataError(f"{out / MANIFEST} is not that of a prepared set: give another --out") from None
-    if differ:
+    manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
+    made_with = manifest.get("settings", {})
+    if differ := [name for name, value in settings.items() if made_with.get(name) != value]:
         raise DataError(f"{out} has a set of other settings ({differ[0]} differs): give another --out, or remove it")
-    if changed:
+    if changed := find_changed(out, manifest):
         raise DataError(f"{changed} is not the file that {MANIFEST} describes: remove {out}, and prepare it again")
     return manifest
 
@@ -159,10 +137,10 @@ def _train_on_sample(groups: list[Group], vocab_size: int, cache: Path) -> Token
     chosen = groups[:: -(-len(groups) // _SAMPLE_GROUPS)]
     texts: list[str] = []
     for group in chosen:
-        data, left = load_group(group, cache), _SAMPLE_CHARACTERS // len(chosen)
-        for number in random.Random(0).sample(range(len(data)), len(data)):
-            some = texts_of(group, data[number : number + 1], [number])
-            texts += [text[:left] for text in some]
+        left = _SAMPLE_CHARACTERS // len(chosen)
+        for rows in load_group(group, cache).shuffle(seed=0).iter(batch_size=1):
+            some = texts_of(group, rows)
+            texts += some
             left -= sum(map(len, some))
             if left <= 0:
                 break
@@ -184,16 +162,14 @@ def _write_pairs(
     for writer in writers.values():
         writer.close()
     if not writers["train"].tokens:
-        raise DataError(f"there is no text in {', '.join(group.name for group in groups['train'])}")
+        raise DataError(f"there is no text for training in {', '.join(group.name for group in groups['train'])}")
     names = [f"{side}{ending}" for side, writer in writers.items() if writer.tokens for ending in ENDINGS]
     names += ["tokenizer.model"] if Path(tokenizer.source).parent == cache else []
     return {
         "made_by": f"simreg-megatron {__version__}",
         "documents": {side: writer.documents for side, writer in writers.items()},
         "tokens": {side: writer.tokens for side, writer in writers.items()},
-        "empty_documents": sum(writer.empty_documents for writer in writers.values()),
         **tokenizer.describe(),
-        "libraries": {name: metadata.version(name) for name in ("datasets", "sentencepiece", "tokenizers")},
         "settings": settings,
         "files": describe_files(cache, names),
     }
@@ -211,15 +187,11 @@ def _documents(
         data = load_group(group, cache)
         try:
             encoded = data.map(
-                _encode,
-                batched=True,
-                batch_size=200,
-                with_indices=True,
-                num_proc=workers if workers > 1 else None,
+                _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None,
                 remove_columns=data.column_names,
-                features=Features({"ids": Sequence(Value(token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
+                features=Features({"ids": Sequence(Value(tokenizer.dtype)), "valid": Value("bool")}),
                 fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
-            )
+            )  # fmt: skip
         except TimeoutError as error:  # Ctrl-C, and then datasets has no patience with its workers
             raise error.__context__ or error from None
         for table in encoded.with_format("arrow").iter(batch_size=1000):
@@ -227,11 +199,9 @@ def _documents(
                 yield ids.values.to_numpy(), is_valid.as_py()
 
 
-def _encode(
-    rows: dict[str, list[Any]], numbers: Sequence[int], *, group: Group, tokenizer: tuple[str, str], share: float
-) -> dict[str, list[Any]]:
+def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, str], share: float) -> dict[str, Any]:
     """Tokenize some rows. `datasets` finds earlier results by the arguments: the tokenizer's hash is one of them."""
-    texts = texts_of(group, rows, numbers)
+    texts = texts_of(group, rows)
     loaded = _load_once(*tokenizer)
     ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
     return {"ids": ids, "valid": [_is_validation(text, share) for text in texts]}
