@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from simreg_megatron.tools.tokenizers import Tokenizer
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # The values with which the model is a LLaMA or Mixtral, and arguments that must be absent, false or 0.
 _MUST_BE: dict[str, Any] = {
     "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
@@ -50,114 +50,84 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--load", type=Path, required=True, help="the folder that Megatron's --save named")
     parser.add_argument("--ckpt-step", type=int, help="the step to take (default: the newest)")
     parser.add_argument("--save", type=Path, required=True, help="the folder to make")
-    kept = parser.add_mutually_exclusive_group()
-    kept.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
-    kept.add_argument("--vocab-size", type=int, help="tokens without padding, if no tokenizer is given")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     folder = checkpoint_folder(options.load, options.ckpt_step)
-    notes = export(folder, options.save, options.tokenizer, dtype=options.dtype, vocab_size=options.vocab_size)
-    for note in notes:
-        print(f"note: {note}")
+    export(folder, options.save, options.tokenizer)
     print(f"{options.save}: exported from {folder}")
 
 
-def export(
-    folder: Path, save: Path, tokenizer: Path | None = None, *, dtype: str | None = None, vocab_size: int | None = None
-) -> list[str]:
-    """Write the checkpoint in `folder` to the new folder `save`, and return notes for the user."""
+def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
+    """Write the checkpoint in `folder` to the new folder `save`, in the type of its embedding."""
     import torch
     from huggingface_hub import save_torch_state_dict
-    from transformers import GenerationConfig
 
     from simreg_megatron.tools.tokenizers import check_size, load_tokenizer, write_tokenizer
 
     refuse_taken(save)
-    if tokenizer and not tokenizer.exists():
-        raise CheckpointError(f"there is no {tokenizer}: give the .model file or the folder of the tokenizer")
     loaded = load_tokenizer(str(tokenizer)) if tokenizer else None
-    args, stored, notes = read(folder)
+    args, stored = read(folder)
     refuse_others(args)
     embedding = stored["embedding.word_embeddings.weight"]
-    kept = loaded.vocab_size if loaded else vocab_size
-    if kept is not None:
-        check_size(args, len(embedding), kept, str(tokenizer or "--vocab-size"))
-    trained = Path(getattr(args, "tokenizer_model", None) or ".")
-    if tokenizer and tokenizer.is_file() and trained.is_file() and tokenizer.read_bytes() != trained.read_bytes():
-        raise CheckpointError(f"{tokenizer} is not the tokenizer of training, {trained}: give that one, or none")
-    if not hasattr(args, "make_vocab_size_divisible_by"):  # imported: it may have more rows than the tokenizer
-        kept = max(kept or 0, args.vocab_size)
-    if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):
-        rows = len(embedding)
-        notes.append(f"all {rows} rows of the embedding are kept: --tokenizer would leave out those of padding")
-    if args.tokenizer_type == "Llama2Tokenizer":
-        notes.append("Llama2Tokenizer began every document with BOS up to Megatron 0.14: evaluate as in your training")
-    config = make_config(args, kept or len(embedding), loaded)
+    if loaded:
+        check_size(args, len(embedding), loaded)
+    config = make_config(args, loaded.vocab_size if loaded else len(embedding), loaded)
     head = stored.get("output_layer.weight")
     if config.tie_word_embeddings and not (head is None or head.equal(embedding)):
         raise CheckpointError(
             f"{folder}: its arguments say that the head is the embedding, but output_layer.weight holds other numbers: "
             "save it again from a run with --untie-embeddings-and-output-weights"
         )
-    chosen = getattr(torch, DTYPES[dtype]) if dtype else embedding.dtype
-    if not dtype and (wider := [key for key, tensor in stored.items() if tensor.dtype.itemsize > chosen.itemsize]):
-        notes.append(f"{len(wider)} weights such as {wider[0]} are stored in a wider type and rounded to {chosen}")
     weights: dict[str, Tensor] = {}
     for key in list(stored):
         for name, weight in convert(key, stored.pop(key), config):
-            if not (weight := weight.to(chosen)).isfinite().all():
-                raise CheckpointError(f"{name} is incomplete or holds NaN or infinite numbers (in {chosen})")
-            weights[name] = weight.clone(memory_format=torch.contiguous_format)
+            weights[name] = weight.to(embedding.dtype).clone(memory_format=torch.contiguous_format)
+            if not weights[name].isfinite().all():
+                raise CheckpointError(f"{name} is incomplete or holds NaN or infinite numbers (in {embedding.dtype})")
     check_shapes(weights, config, folder)
     with new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
-        ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-        GenerationConfig(**ids, pad_token_id=config.eos_token_id).save_pretrained(made)
-        write_config(config, str(chosen).removeprefix("torch."), made)
+        write_config(config, str(embedding.dtype).removeprefix("torch."), made)
+        for path in made.glob("*.safetensors"):  # which are made unreadable to others
+            shutil.copymode(made / "config.json", path)
         if loaded:
             write_tokenizer(loaded, made)
-    return notes
 
 
-def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]]:
-    """Read Megatron's arguments and the model's tensors by key; the third value are notes on what is left out."""
+def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
+    """Read Megatron's arguments and the model's tensors by key, without the scalars that SimReg trained."""
     import torch
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    if any(folder.glob("mp_rank_*")):
+    if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
         raise CheckpointError(
-            f"{folder} is in the older format torch, which Megatron itself converts: load it there with "
+            f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}. Give the folder that --save "
+            "named, and --ckpt-step. Megatron itself converts the older format torch: load it there with "
             "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
         )
-    if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}")
     check_checkpoint(folder)
-    tensors, notes = {}, []
+    tensors, left_out = {}, ("optimizer.", "chained_", "simreg_")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             args = load_common_state_dict(str(folder)).get("args")
             reader = dcp.FileSystemReader(folder)
             for key, entry in reader.read_metadata().state_dict_metadata.items():
-                if key.startswith("simreg_"):
-                    notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
-                elif isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
+                if isinstance(entry, TensorStorageMetadata) and not key.startswith(left_out):
                     tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
             dcp.load(tensors, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # torch raises errors of any type for damaged files
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
     if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:
-        raise CheckpointError(
-            f"{folder} has no arguments or no embedding: it was not saved by Megatron's training loop"
-        )
-    return args, tensors, notes
+        raise CheckpointError(f"{folder} has no arguments or no embedding: Megatron's training loop did not save it")
+    return args, tensors
 
 
 def refuse_others(args: argparse.Namespace) -> None:
@@ -192,15 +162,11 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
     }
     if getattr(args, "use_rope_scaling", False):
         common["rope_scaling"] = dict(LLAMA3_ROPE)
-    try:
-        if not args.num_experts:
-            return LlamaConfig(architectures=["LlamaForCausalLM"], **common)
-        common["intermediate_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
-        balance = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, float) else 0.0
-        return MixtralConfig(
-            architectures=["MixtralForCausalLM"], num_local_experts=args.num_experts, sliding_window=None,
-            num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=balance, **common,
-        )  # fmt: skip
-    except Exception as error:  # transformers 5 checks it, such as that the number of heads divides the width
-        reason = str(error).splitlines()[-1].strip()
-        raise CheckpointError(f"transformers cannot represent this model: {reason}") from None
+    if not args.num_experts:
+        return LlamaConfig(architectures=["LlamaForCausalLM"], **common)
+    common["intermediate_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    balance = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, float) else 0.0
+    return MixtralConfig(
+        architectures=["MixtralForCausalLM"], num_local_experts=args.num_experts, sliding_window=None,
+        num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=balance, **common,
+    )  # fmt: skip

@@ -44,13 +44,11 @@ def run(options: argparse.Namespace) -> None:
         for name, value in megatron_settings(config).items()
         if value is not None and value is not False
     ]
-    rows = config.vocab_size
     print(f"{options.save}: imported from {options.model}")
     print(f"train from it with: --load {shlex.quote(str(options.save))} --finetune {' '.join(flags)}")
-    print(
-        f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding whichever tokenizer you "
-        "name; divide it by your --tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently"
-    )
+    rows = config.vocab_size
+    print(f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding; divide it by your")
+    print("--tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently")
 
 
 def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -59,20 +57,12 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"there is no {folder}/config.json: give the folder of a Hugging Face model")
-    if not (files := sorted(folder.glob("model*.safetensors"))):
-        raise CheckpointError(
-            f"{folder} has no model.safetensors: save the model with transformers' save_pretrained (pickled .bin files "
-            "could run code and are not read)"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        weights = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    except Exception as error:  # transformers and safetensors raise errors of any type for damaged files
-        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}): get it again") from None
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     refuse_others(config)
-    weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no model.safetensors (pickled .bin files could run code and are not read)")
+    weights = {name: tensor for path in files for name, tensor in load_file(path).items() if ".inv_freq" not in name}
     head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     check_shapes(weights, config, folder)
     if not (head is None or head.equal(weights["model.embed_tokens.weight"])):

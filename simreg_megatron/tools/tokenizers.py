@@ -126,16 +126,18 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, long
     output.write_bytes(model.getvalue())
 
 
-def check_size(args: argparse.Namespace, num_rows: int, size: int, given: str) -> None:
-    """Refuse a `size` without padding that is not that of training: the exported model would write nonsense."""
+def check_size(args: argparse.Namespace, num_rows: int, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that is not that of training: the exported model would write nonsense."""
     # Rows are padded to a multiple of this; an imported checkpoint does not say how, so any number may be.
     multiple = getattr(args, "make_vocab_size_divisible_by", 0) * args.tensor_model_parallel_size or num_rows
     is_sentencepiece = "SentencePiece" in str(args.tokenizer_type)  # to which Megatron up to 0.15 appended tokens
     added = 7 + (getattr(args, "vocab_extra_ids", 0) or 0) if is_sentencepiece else 0
-    if not num_rows - multiple - added < size <= num_rows:
+    source, trained = Path(tokenizer.source), Path(getattr(args, "tokenizer_model", None) or ".")
+    is_other = source.is_file() and trained.is_file() and source.read_bytes() != trained.read_bytes()
+    if is_other or not num_rows - multiple - added < tokenizer.vocab_size <= num_rows:
         raise CheckpointError(
-            f"{given} has {size} tokens, which Megatron does not pad to the checkpoint's {num_rows} rows: give the "
-            f"tokenizer of training ({getattr(args, 'tokenizer_model', None)}), or leave it out to keep all rows"
+            f"{source} with {tokenizer.vocab_size} tokens is not the tokenizer of training ({trained}; padded to "
+            f"{num_rows} rows): give that one, or none to keep all rows"
         )
 
 
@@ -148,7 +150,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         shutil.copyfile(source, folder / "tokenizer.model")
         _convert(tokenizer, folder)
         return
-    for path in (path for pattern in _FILES for path in source.glob(pattern) if path.is_file()):
+    for path in (path for pattern in _FILES for path in source.glob(pattern)):
         shutil.copyfile(path, folder / path.name)
     with contextlib.suppress(DataError):
         if load_tokenizer(str(folder)).sha256 == tokenizer.sha256:
@@ -165,26 +167,22 @@ def _convert(tokenizer: Tokenizer, folder: Path) -> None:
 
     model = SentencePieceProcessor(model_file=tokenizer.source)
     texts = [*_SAMPLES, *(f"a{model.id_to_piece(i)}b".replace(_SPACE, " ") for i in range(tokenizer.vocab_size))]
-    try:
-        llama = transformers.LlamaTokenizerFast.from_pretrained(folder, local_files_only=True, add_bos_token=False)
-        fast = llama.backend_tokenizer
-        steps = [normalizers.Prepend(_SPACE)] if model.encode("a", out_type=str)[0].startswith(_SPACE) else []
-        fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-        fast.pre_tokenizer = None
-        tokens = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
-        special = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False,
-            split_special_tokens=True, **special,  # a "</s>" in a text stays text
-        ).save_pretrained(folder)  # fmt: skip
-        config = folder / "tokenizer_config.json"
-        entries = {**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}  # known to release 4
-        config.write_text(json.dumps(entries, indent=2) + "\n")
-        written = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        is_exact = written(texts, add_special_tokens=False).input_ids == tokenizer.encode(texts)
-    except Exception as error:
-        raise CheckpointError(f"{tokenizer.source} cannot be converted ({type(error).__name__}: {error})") from None
-    if not is_exact:
+    llama = transformers.LlamaTokenizerFast.from_pretrained(folder, local_files_only=True, add_bos_token=False)
+    fast = llama.backend_tokenizer
+    steps = [normalizers.Prepend(_SPACE)] if model.encode("a", out_type=str)[0].startswith(_SPACE) else []
+    fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    fast.pre_tokenizer = None
+    tokens = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+    special = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False,
+        split_special_tokens=True, **special,  # a "</s>" in a text stays text
+    ).save_pretrained(folder)  # fmt: skip
+    config = folder / "tokenizer_config.json"
+    entries = {**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}  # known to release 4
+    config.write_text(json.dumps(entries, indent=2) + "\n")
+    written = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if written(texts, add_special_tokens=False).input_ids != tokenizer.encode(texts):
         raise CheckpointError(
             f"transformers would tokenize some texts differently from {tokenizer.source}: convert it yourself and give "
             "the folder with its tokenizer.json"

@@ -117,11 +117,7 @@ def test_a_model_that_megatron_cannot_hold_is_refused(entries: dict, sentence: s
         open_model(folder)
 
 
-def test_pickled_and_damaged_models_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no" in refused(tmp_path / "nowhere", capsys)
+def test_pickled_models_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = hugging_face(tmp_path / "model", tiny_config())
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    assert "cannot be read" in refused(folder, capsys)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "could run code and are not read" in refused(folder, capsys)

@@ -110,8 +110,8 @@ SIZES_AND_WORDS = [
     ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md cannot be loaded as"),
     ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
      "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
-    ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
-     "checkpoints, out/run/checkpoints"),
+    ("simreg-megatron export-hf --load out/run --save model", "out/run is no whole torch_dist checkpoint: it has "
+     "no .metadata. Give the folder that --save named"),
 ]  # fmt: skip
 
 
@@ -245,7 +245,6 @@ simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-share 2 | error: there is no text for training
 simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet cannot be read: Arrow
 simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
-simreg-megatron export-hf --load data/mine --save model --dtype int8 | argument --dtype: invalid choice: 'int8'
 simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
 simreg-megatron doctor --script none.py | cannot read none.py as Python
 """
