@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simreg_megatron.tools.indexed import MANIFEST, DataError, PairWriter, describe_files, find_changed, publish, sha256
+from simreg_megatron.tools.indexed import MANIFEST, DataError, PairWriter, describe_files, find_changed, publish
 from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
 
 _FORMAT = 1  # of the rules below: others make another corpus
@@ -65,7 +65,7 @@ def ensure_builtin_corpus(
     """Return the corpus in `directory`, built now unless it is there already; many processes may ask at once.
 
     `roots` are the library folders to read: by default those of the running interpreter. A DataError if the directory
-    holds another set, or the libraries have too little text.
+    holds another set.
     """
     from filelock import FileLock
 
@@ -110,8 +110,6 @@ def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint:
         characters += len(text)
         if characters >= _MOST_CHARACTERS:
             break
-    if not all(sides.values()):
-        raise DataError(f"too little documentation below {', '.join(map(str, roots))} to make a corpus of")
     work = directory / "cache"
     work.mkdir(parents=True, exist_ok=True)
     print(f"> corpus: training a tokenizer of {vocab_size} pieces and tokenizing {characters:,} characters", flush=True)
@@ -122,8 +120,7 @@ def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint:
         "characters": characters,
         "documents": {side: documents for side, (documents, _) in counts.items()},
         "tokens": {side: tokens for side, (_, tokens) in counts.items()},
-        "vocab_size": vocab_size,
-        "tokenizer_sha256": sha256(work / "tokenizer.model"),
+        **load_tokenizer(str(work / "tokenizer.model")).describe(),
         "files": describe_files(work, _FILES),
     }
     publish(work, directory, manifest)

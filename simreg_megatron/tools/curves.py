@@ -15,15 +15,11 @@ from simreg_megatron.notices import SentenceError
 
 if TYPE_CHECKING:
     import numpy as np
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
 TRAIN_LOSS, VALIDATION_LOSS = "lm loss", "lm loss validation"
 SIMREG_LOSS, NEGATIVE_COSINE = "simreg loss", "simreg negative cosine"
-# Okabe and Ito's palette, which readers with colour blindness can tell apart; dashes help in grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":")
 PANELS = {  # tag: title, axis
     VALIDATION_LOSS: ("Validation loss", "nats per token; lower is better"),
     TRAIN_LOSS: ("Training loss, SimReg's term left out", "nats per token; lower is better"),
@@ -109,7 +105,6 @@ def _has_test_set(events: Any) -> bool:
 
 
 def add_command(commands: Any) -> None:
-    """Add `curves` to the subparsers of the command line."""
     text = "compare training runs: a figure of their curves, and their last losses"
     parser = commands.add_parser("curves", help=text, description=text)
     text = "a run's --output folder or --tensorboard-dir, PATH or NAME=PATH; the first is the baseline"
@@ -119,7 +114,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the figure and print the table."""
     runs = []
     for word in options.runs:
         name, is_named, path = word.partition("=")
@@ -160,23 +154,13 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
         drawn = [(place, run) for place, run in enumerate(runs) if tag in run.scalars]
         ends: list[Any] = [run.last(tag) if tag == VALIDATION_LOSS else run.mean_of_end(tag) for _, run in drawn]
         for (place, run), end in zip(drawn, ends, strict=True):
-            side = "bottom" if end == max(ends) else "top"  # of the label, so that two stay apart
-            lines[run.name] = _draw(axes, run.scalars[tag], place, f"{end:.4g}", side)
-        if not drawn:
-            axes.text(0.5, 0.5, f'"{tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
-        elif tag == SIMREG_LOSS:
+            steps, values = run.scalars[tag]
+            (lines[run.name],) = axes.plot(steps, values, color=f"C{place}", linewidth=1.8)
+            where, side = (steps[-1], values[-1]), "bottom" if end == max(ends) else "top"  # so that two stay apart
+            axes.annotate(f"{end:.4g}", where, (4, 0), textcoords="offset points", color=f"C{place}", va=side)
+        if tag == SIMREG_LOSS:
             axes.set_yscale("log", nonpositive="mask")
-        elif tag == TRAIN_LOSS:  # leave out the start, where a loss falls steeply
+        elif tag == TRAIN_LOSS and drawn:  # leave out the start, where a loss falls steeply
             axes.set_ylim(top=np.nanquantile(np.concatenate([run.scalars[tag].values for _, run in drawn]), 0.95))
     figure.legend(list(lines.values()), list(lines), title=title, loc="outside upper center", ncols=4, frameon=False)
     return figure
-
-
-def _draw(axes: Axes, series: Series, place: int, end: str, side: str) -> Any:
-    """Draw a line and the text at its end; return the line."""
-    steps, values = series
-    colour = COLOURS[place % len(COLOURS)]
-    (line,) = axes.plot(steps, values, DASHES[place % len(DASHES)], color=colour, linewidth=1.8)
-    where = (steps[-1], values[-1])
-    axes.annotate(end, where, (4, 0), textcoords="offset points", color=colour, fontsize=8, va=side)
-    return line

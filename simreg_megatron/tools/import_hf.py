@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, refuse_taken
-from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
+from simreg_megatron.tools.export_hf import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +66,7 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     check_shapes(weights, config, folder)
     if not (head is None or head.equal(weights["model.embed_tokens.weight"])):
-        raise CheckpointError(
-            f"{folder}/config.json says that the head is the embedding (tie_word_embeddings), but lm_head.weight holds "
-            "other numbers: set tie_word_embeddings to false to keep them, or remove lm_head.weight"
-        )
+        raise CheckpointError(f"{folder} says that the head is the embedding (tie_word_embeddings) and has another")
     dtype = weights["model.norm.weight"].dtype
     for name, tensor in weights.items():
         if tensor.dtype != dtype or dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -88,10 +85,8 @@ def refuse_others(config: Any) -> None:
             raise CheckpointError(f"its config.json has {name} = {getattr(config, name)}: only {value} can be imported")
     base, scaling = rope_of(config)
     if scaling not in (None, LLAMA3_ROPE) or base != int(base):
-        raise CheckpointError(
-            f"its config.json has rotary embeddings with base {base} and {scaling}, but Megatron has only whole bases "
-            f"without scaling or with {LLAMA3_ROPE}"
-        )
+        only = f"Megatron has only whole bases without scaling or with {LLAMA3_ROPE}"
+        raise CheckpointError(f"its config.json has rotary embeddings with base {base} and {scaling}: {only}")
     if not config.head_dim:
         config.head_dim = config.hidden_size // config.num_attention_heads
 
@@ -102,21 +97,13 @@ def megatron_settings(config: Any) -> dict[str, Any]:
     base, scaling = rope_of(config)
     settings = {
         **{ours: getattr(config, theirs) for ours, theirs in SIZES.items()},
-        "group_query_attention": groups != heads,
-        "num_query_groups": groups if groups != heads else None,
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.rms_norm_eps,
-        "position_embedding_type": "rope",
-        "rotary_base": int(base),
-        "use_rope_scaling": scaling is not None,
-        "swiglu": True,
-        "disable_bias_linear": True,
+        "group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else None,
+        "normalization": "RMSNorm", "norm_epsilon": config.rms_norm_eps, "position_embedding_type": "rope",
+        "rotary_base": int(base), "use_rope_scaling": scaling is not None, "swiglu": True, "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "vocab_size": config.vocab_size,
-        "make_vocab_size_divisible_by": config.vocab_size,
-    }
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "vocab_size": config.vocab_size, "make_vocab_size_divisible_by": config.vocab_size,
+    }  # fmt: skip
     if config.model_type == "mixtral":
         settings["num_experts"] = config.num_local_experts
         settings["moe_router_topk"] = config.num_experts_per_tok

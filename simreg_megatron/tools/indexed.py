@@ -93,10 +93,8 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         head = stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
         magic, version, code, sequences, documents = _HEADER.unpack(head)
         size = _HEADER.size + 12 * sequences + 8 * documents
-        if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size:
+        if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size or not sequences:
             raise DataError(f"{path} is not a whole Megatron index of token ids: {again}")
-        if not sequences:
-            raise DataError(f"{path} has no text in it: prepare the data again")
         stream.seek(_HEADER.size + 4 * (sequences - 1))
         (length,) = struct.unpack("<i", stream.read(4))
         stream.seek(_HEADER.size + 12 * sequences - 8)

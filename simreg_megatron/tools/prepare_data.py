@@ -2,7 +2,8 @@
 """`simreg-megatron data prepare`: from text to Megatron's .bin/.idx.
 
 Hugging Face `datasets` reads the text, tokenizes it in several processes, and keeps in OUT/cache what is done: the same
-command continues after it was stopped. The files of the set get their names when all of them are whole.
+command continues after it was stopped. The files of the set get their names when all of them are whole. Lines of JSON
+are read as lines: `datasets` would want one type for every key, in all files.
 """
 
 from __future__ import annotations
@@ -11,26 +12,21 @@ import argparse
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from simreg_megatron import __version__
-from simreg_megatron.tools import builtin_corpus
-from simreg_megatron.tools.indexed import (
-    ENDINGS,
-    MANIFEST,
-    DataError,
-    PairWriter,
-    describe_files,
-    find_changed,
-    publish,
-)
-from simreg_megatron.tools.text_sources import READABLE, Group, file_bytes, find_groups, load_group, texts_of
+from simreg_megatron.tools import builtin_corpus, indexed
+from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter
 from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
+READABLE = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME, or c4"
+_KINDS = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "parquet", ".txt": "document"}
+_GROUP_BYTES = 1 << 30
 _SAMPLE_CHARACTERS, _SAMPLE_GROUPS = 6_000_000, 16
 
 
@@ -63,13 +59,8 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     manifest = prepare(**{name: value for name, value in vars(options).items() if name != "run"})
-    for side, limit in (("train", options.tokens), ("valid", options.valid_tokens)):
-        tokens = manifest["tokens"][side]
+    for side, tokens in manifest["tokens"].items():
         print(f"{options.out / side}: {tokens:,} tokens, {manifest['documents'][side]:,} documents")
-        if limit and tokens < limit:
-            print(f"notice: that is all there is; {limit:,} tokens were asked for")
-    if not manifest["tokens"]["valid"]:
-        print("notice: there is no validation set: give --valid SOURCE or a larger --valid-share with another --out")
 
 
 def prepare(
@@ -86,7 +77,6 @@ def prepare(
     workers: int = 1,
 ) -> dict[str, Any]:
     """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options."""
-    import datasets
     from filelock import FileLock
 
     if list(sources) == ["c4"] and not valid and valid_share is None:
@@ -99,36 +89,30 @@ def prepare(
     settings: dict[str, Any] = {
         **{side: [[name, file_bytes(name)] for name in names] for side, names in files.items()},
         "tokenizer": loaded.sha256 if loaded else train_tokenizer,
-        "key": key,
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
-        "tokens": tokens,
-        "valid_tokens": valid_tokens,
-    }
-    if (out / MANIFEST).exists():
+        "key": key, "tokens": tokens, "valid_tokens": valid_tokens,
+    }  # fmt: skip
+    if (out / indexed.MANIFEST).exists():
         return _finished(out, settings)
     if there := [f"{side}{ending}" for side in groups for ending in ENDINGS if (out / f"{side}{ending}").exists()]:
-        raise DataError(f"{out / there[0]} is there without a {MANIFEST}: give another --out, or move it away")
+        raise DataError(f"{out / there[0]} is there without a {indexed.MANIFEST}: give another --out, or move it away")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "lock", timeout=0):  # one process prepares a set
         loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
         manifest = _write_pairs(groups, loaded, settings, cache, workers)
-        publish(cache, out, manifest)
+        indexed.publish(cache, out, manifest)
     return manifest
 
 
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest of a finished set, if it was made with the same settings and its files are there."""
-    manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
-    made_with = manifest.get("settings", {})
-    if differ := [name for name, value in settings.items() if made_with.get(name) != value]:
-        raise DataError(f"{out} has a set of other settings ({differ[0]} differs): give another --out, or remove it")
-    if changed := find_changed(out, manifest):
-        raise DataError(f"{changed} is not the file that {MANIFEST} describes: remove {out}, and prepare it again")
+    manifest: dict[str, Any] = json.loads((out / indexed.MANIFEST).read_text())
+    if manifest.get("settings") != settings:
+        raise DataError(f"{out} has a set of other settings or sources: give another --out, or remove it")
+    if changed := indexed.find_changed(out, manifest):
+        raise DataError(f"{changed} is not the file that {indexed.MANIFEST} describes: remove {out} and repeat")
     return manifest
 
 
@@ -171,7 +155,7 @@ def _write_pairs(
         "tokens": {side: writer.tokens for side, writer in writers.items()},
         **tokenizer.describe(),
         "settings": settings,
-        "files": describe_files(cache, names),
+        "files": indexed.describe_files(cache, names),
     }
 
 
@@ -180,20 +164,17 @@ def _documents(
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the ids of each document, end-of-text included, and whether it is for validation."""
     from datasets import Features, Sequence, Value
-    from multiprocess import TimeoutError
 
+    dtype = indexed.token_dtype(tokenizer.vocab_size)
     for group in groups:
         print(f"> {group.name}", flush=True)
         data = load_group(group, cache)
-        try:
-            encoded = data.map(
-                _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None,
-                remove_columns=data.column_names,
-                features=Features({"ids": Sequence(Value(tokenizer.dtype)), "valid": Value("bool")}),
-                fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
-            )  # fmt: skip
-        except TimeoutError as error:  # Ctrl-C, and then datasets has no patience with its workers
-            raise error.__context__ or error from None
+        encoded = data.map(
+            _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None,
+            features=Features({"ids": Sequence(Value(dtype)), "valid": Value("bool")}),
+            fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
+            remove_columns=data.column_names,
+        )  # fmt: skip
         for table in encoded.with_format("arrow").iter(batch_size=1000):
             for ids, is_valid in zip(table["ids"], table["valid"], strict=True):
                 yield ids.values.to_numpy(), is_valid.as_py()
@@ -204,7 +185,9 @@ def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, s
     texts = texts_of(group, rows)
     loaded = _load_once(*tokenizer)
     ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
-    return {"ids": ids, "valid": [_is_validation(text, share) for text in texts]}
+    # A hash of the text decides, so that a document stays on its side when others come, and duplicates with it.
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    return {"ids": ids, "valid": [int.from_bytes(each, "big") < share * 2**64 for each in hashes]}
 
 
 @lru_cache(maxsize=1)
@@ -213,7 +196,92 @@ def _load_once(source: str, sha256: str) -> Tokenizer:
     return load_tokenizer(source)
 
 
-def _is_validation(text: str, share: float) -> bool:
-    """Decide by a hash of the text, so that a document stays on its side when others come, and duplicates with it."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+@dataclass(frozen=True)
+class Group:
+    """Files of one kind that are read and tokenized together."""
+
+    kind: str
+    files: tuple[str, ...]
+    key: str
+
+    @property
+    def name(self) -> str:
+        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1:,} more"
+
+
+def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
+    """Return the files of the sources in their order, those of folders sorted, in groups of one kind and 1 GiB.
+
+    A source is a file, a folder, `c4`, or `hf:NAME[:CONFIG][@REVISION]`, of which `split` is taken; one without
+    anything to read is a DataError. `leave_out` has real paths of files to pass over.
+    """
+    groups: list[tuple[str, list[str]]] = []
+    room = 0
+    for source in sources:
+        found = [name for name in _files_of(source, split) if _kind(name)]
+        if not found:
+            raise DataError(f"{source} has nothing to read: give {READABLE}")
+        for name in (each for each in found if os.path.realpath(each) not in leave_out):
+            room -= file_bytes(name)
+            if not groups or groups[-1][0] != _kind(name) or room < 0:
+                groups.append((_kind(name), []))
+                room = _GROUP_BYTES - file_bytes(name)
+            groups[-1][1].append(name)
+    return [Group(kind, tuple(files), key) for kind, files in groups]
+
+
+def _files_of(source: str, split: str) -> list[str]:
+    path = Path(source)
+    if path.is_dir():  # without what is hidden, and .json, which mostly describes other files
+        below = sorted(each for each in path.rglob("*") if each.is_file() and each.suffix != ".json")
+        return [str(each) for each in below if "/." not in f"/{each.relative_to(path)}"]
+    if source == "c4" or source.startswith("hf:"):
+        import datasets
+
+        name, _, revision = ("allenai/c4:en" if source == "c4" else source[3:]).partition("@")
+        name, _, configuration = name.partition(":")
+        builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
+        return [str(file) for file in builder.config.data_files.get(split, ())]  # at the commit that it has now
+    return [source] if path.is_file() else []
+
+
+def _kind(name: str) -> str:
+    return _KINDS.get(Path(re.sub(r"\.(gz|zst)$", "", name)).suffix, "")
+
+
+def file_bytes(name: str) -> int:
+    """Return the size of a file; 1 GiB for one of the Hub, whose size is not known."""
+    return _GROUP_BYTES if "://" in name else Path(name).stat().st_size
+
+
+def load_group(group: Group, cache: Path) -> Any:
+    """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column."""
+    import datasets
+
+    options: dict[str, Any] = {"path": "parquet", "columns": [group.key], "batch_size": 1000}
+    if group.kind != "parquet":
+        features = datasets.Features({"text": datasets.Value("large_string")})
+        options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig", "features": features}
+    try:
+        return datasets.load_dataset(**options, data_files=list(group.files), split="train", cache_dir=str(cache))
+    except Exception as error:  # of many types; the cause of a DatasetGenerationError says what is wrong
+        raise DataError(f"{group.name} cannot be read: {error.__cause__ or error!r}") from None
+
+
+def texts_of(group: Group, rows: dict[str, list[Any]]) -> list[str]:
+    """Return the texts of some rows of a group; blank lines have none, and any other without one is a DataError."""
+    if group.kind == "document":
+        return rows["text"]
+    texts = []
+    for row in rows[group.key if group.kind == "parquet" else "text"]:
+        if group.kind == "line" and (not row or row.isspace()):
+            continue
+        try:
+            text = json.loads(row)[group.key] if group.kind == "line" else row
+            text.encode()  # half of a surrogate pair is no text
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{group.name}: expected a text under the key {group.key!r} (--key), got {str(row)[:80]!r} ({error!r})"
+            ) from None
+        texts.append(text)
+    return texts

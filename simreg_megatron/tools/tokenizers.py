@@ -26,12 +26,6 @@ _PROBE = (
 )
 _FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
 _SPACE = "\u2581"  # sentencepiece's sign for a space
-_SAMPLES = (
-    "  leading and  double spaces, a tab\tand a trailing one ",
-    "def f(x):\n    return [x ** 2, {'a': \"b\"}]  # 3.14159\n\n\nend",
-    "\u00fcn\u00efc\u00f6d\u00e9 \u6f22\u5b57 \U0001f600 \u00a0non-breaking",
-    "<s> </s> <unk> as plain text",
-)
 
 
 @dataclass(frozen=True)
@@ -45,15 +39,11 @@ class Tokenizer:
     bos_id: int | None
     encode: Callable[[Sequence[str]], list[list[int]]] = field(repr=False, compare=False)
 
-    @property
-    def dtype(self) -> str:
-        return token_dtype(self.vocab_size)
-
     def describe(self) -> dict[str, Any]:
         """Return what the manifest of a set has of its tokenizer."""
         return {
-            "dtype": self.dtype, "vocab_size": self.vocab_size, "eos_id": self.eos_id, "bos_id": self.bos_id,
-            "tokenizer_name": Path(self.source).name, "tokenizer_sha256": self.sha256,
+            "dtype": token_dtype(self.vocab_size), "vocab_size": self.vocab_size, "eos_id": self.eos_id,
+            "bos_id": self.bos_id, "tokenizer_name": Path(self.source).name, "tokenizer_sha256": self.sha256,
         }  # fmt: skip
 
 
@@ -64,8 +54,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     except ImportError:
         raise
     except Exception as error:  # both libraries raise errors of any type
-        give = "give a sentencepiece .model, or a Hugging Face folder or name"
-        raise DataError(f"{source} cannot be loaded as a tokenizer ({error}): {give}") from None
+        raise DataError(f"{source} cannot be loaded as a tokenizer, a .model or a folder or name: {error}") from None
     if found.eos_id < 0:
         raise DataError(f"the tokenizer {source} has no end-of-text token, which closes each document: name one in it")
     return found
@@ -166,7 +155,8 @@ def _convert(tokenizer: Tokenizer, folder: Path) -> None:
     from tokenizers import normalizers
 
     model = SentencePieceProcessor(model_file=tokenizer.source)
-    texts = [*_SAMPLES, *(f"a{model.id_to_piece(i)}b".replace(_SPACE, " ") for i in range(tokenizer.vocab_size))]
+    pieces = (model.id_to_piece(number).replace(_SPACE, " ") for number in range(tokenizer.vocab_size))
+    texts = [f"  {_PROBE} <s> </s> <unk> as plain text ", *(f"a{piece}b" for piece in pieces)]
     llama = transformers.LlamaTokenizerFast.from_pretrained(folder, local_files_only=True, add_bos_token=False)
     fast = llama.backend_tokenizer
     steps = [normalizers.Prepend(_SPACE)] if model.encode("a", out_type=str)[0].startswith(_SPACE) else []

@@ -96,6 +96,3 @@ def test_the_command(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cli.main(["data", "corpus-builtin", "--out", str(tmp_path / "c")]) == 0
     tokens = json.loads((tmp_path / "c/manifest.json").read_text())["tokens"]
     assert f"train: {tokens['train']:,} tokens" in capsys.readouterr().out
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="too little documentation"):
-        build(tmp_path / "d", tmp_path / "empty")

@@ -16,8 +16,7 @@ import torch
 from simreg_megatron import cli
 from simreg_megatron.tools import import_hf
 from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, checkpoint_folder, new_folder
-from simreg_megatron.tools.export_hf import export, refuse_others
-from simreg_megatron.tools.hf_layout import LLAMA3_ROPE
+from simreg_megatron.tools.export_hf import LLAMA3_ROPE, export, refuse_others
 from simreg_megatron.tools.tokenizers import Tokenizer, check_size, load_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, random_weights, tiny_config
 
@@ -222,4 +221,4 @@ def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_tied_checkpoint_with_a_head_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = dist_checkpoint(tmp_path / "checkpoint", untie_embeddings_and_output_weights=False)
     sentence = refused(capsys, "--load", folder, "--save", tmp_path / "model")
-    assert "say that the head is the embedding, but output_layer.weight holds other numbers" in sentence
+    assert "says that the head is the embedding, but output_layer.weight is another one" in sentence

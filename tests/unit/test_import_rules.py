@@ -70,8 +70,8 @@ LAW = {
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),
     "tools": room(
         f"{TOP} cpu config geometry notices plugin pretrain",
-        "torch megatron numpy datasets multiprocess sentencepiece transformers tokenizers safetensors huggingface_hub "
-        "lm_eval filelock fsspec matplotlib tensorboard zstandard",
+        "torch megatron numpy datasets sentencepiece transformers tokenizers safetensors huggingface_hub lm_eval "
+        "filelock matplotlib tensorboard",
     ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
