@@ -31,7 +31,6 @@ _VALIDATION_SHARE = 0.03
 _SHORTEST = 60  # characters; shorter docstrings say little
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendored"}
 _SKIPPED_FOLDERS |= {"site-packages", "dist-packages"}  # below the standard library; they are roots of their own
-_TOPICS = "pydoc_data"  # the language reference, kept as one dictionary of strings
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")
 
@@ -117,7 +116,6 @@ def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint:
     counts = {side: write_pair(work / side, texts, work / "tokenizer.model") for side, texts in sides.items()}
     manifest = {
         "fingerprint": fingerprint,
-        "characters": characters,
         "documents": {side: documents for side, (documents, _) in counts.items()},
         "tokens": {side: tokens for side, (_, tokens) in counts.items()},
         **load_tokenizer(str(work / "tokenizer.model")).describe(),
@@ -167,7 +165,7 @@ def _docstrings(path: Path) -> list[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return []
-    if _TOPICS in path.parts:
+    if "pydoc_data" in path.parts:  # the language reference, kept as one dictionary of strings
         constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         texts = [value for value in constants if isinstance(value, str)]
     else:

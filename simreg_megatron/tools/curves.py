@@ -95,13 +95,10 @@ def read_run(folder: str | Path, name: str = "") -> Run:
 
 def _has_test_set(events: Any) -> bool:
     """Return whether Megatron's arguments, which it logs as texts, name a text for tests or leave a share to it."""
-
-    def argument(name: str) -> str:
-        tag, known = f"{name}/text_summary", events.Tags()["tensors"]
-        return events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() if tag in known else "None"
-
-    shares = re.findall(r"[\d.]+", argument("split")) if argument("data_path") != "None" else []
-    return argument("test_data_path") != "None" or any(map(float, shares[2:]))
+    names = [tag for tag in events.Tags()["tensors"] if tag.startswith(("split/", "data_path/", "test_data_path/"))]
+    given = {tag.partition("/")[0]: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in names}
+    shares = re.findall(r"[\d.]+", given.get("split", "")) if given.get("data_path", "None") != "None" else []
+    return given.get("test_data_path", "None") != "None" or any(map(float, shares[2:]))
 
 
 def add_command(commands: Any) -> None:
@@ -114,10 +111,8 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    runs = []
-    for word in options.runs:
-        name, is_named, path = word.partition("=")
-        runs.append(read_run(path, name) if is_named else read_run(word))
+    words = [word.partition("=") for word in options.runs]
+    runs = [read_run(path, name) if path else read_run(name) for name, _, path in words]
     if len({one.name for one in runs}) < len(runs):
         raise ReportError(f"two of the runs have one name ({', '.join(one.name for one in runs)}): give NAME=PATH")
     draw_curves(runs).savefig(options.output)
@@ -149,7 +144,6 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
     for axes, (tag, (name, unit)) in zip(figure.subplots(2, 2).ravel(), PANELS.items(), strict=True):
         axes.set(xlabel="training step", ylabel=unit)
         axes.set_title(name, fontsize=11, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="0.9", linewidth=0.8)
         drawn = [(place, run) for place, run in enumerate(runs) if tag in run.scalars]
         ends: list[Any] = [run.last(tag) if tag == VALIDATION_LOSS else run.mean_of_end(tag) for _, run in drawn]

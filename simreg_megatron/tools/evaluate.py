@@ -117,8 +117,7 @@ def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
     keys = [key for key in values if "," in key and "_stderr," not in key]  # metric,filter
     key = next((key for key in keys if metric in ("", key.partition(",")[0])), None)
     if key is None:
-        there = ", ".join(sorted({key.partition(",")[0] for key in keys})) or "none"
-        raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {there}")
+        raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {' '.join(keys)}")
     metric, _, kind = key.partition(",")
     value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")  # which may be "N/A"
     questions = {
@@ -149,11 +148,6 @@ def difference(score: Score, first: Score) -> Score:
     return Score(value, math.hypot(score.error, first.error))
 
 
-def mean(scores: list[Score]) -> Score:
-    """Average over tasks."""
-    return Score(fmean(score.value for score in scores), math.hypot(*(score.error for score in scores)) / len(scores))
-
-
 def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
     """Yield Markdown tables of the scores and of the differences from the first model, with standard errors."""
     first, *others = scores
@@ -162,8 +156,10 @@ def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
     header = f"| | {' | '.join([*tasks, *(['mean'] if has_mean else [])])} |\n{'| --- ' * (len(tasks) + 1 + has_mean)}|"
 
     def row(name: str, found: list[Score]) -> str:
-        cells = [*found, mean(found)] if has_mean else found
-        return f"| {name} | {' | '.join(f'{one.value:.2f} ± {one.error:.2f}' for one in cells)} |"
+        if has_mean:
+            error = math.hypot(*(score.error for score in found)) / len(found)
+            found = [*found, Score(fmean(score.value for score in found), error)]
+        return f"| {name} | {' | '.join(f'{score.value:.2f} ± {score.error:.2f}' for score in found)} |"
 
     yield header
     for name, found in scores.items():

@@ -171,9 +171,7 @@ def refuse_others(args: argparse.Namespace) -> None:
     if args.num_experts and set(str(getattr(args, "moe_layer_freq", 1))) - set("1,[] "):
         wrong.append("moe_layer_freq")
     if wrong:
-        only = f"only {_MUST_BE[wrong[0]]} can be exported" if wrong[0] in _MUST_BE else "it cannot be exported"
-        what = f"the model has {wrong[0]} = {getattr(args, wrong[0])}"
-        raise CheckpointError(f"{what}, which transformers' LLaMA and Mixtral do not support: {only}")
+        raise CheckpointError(f"the model has {wrong[0]} = {getattr(args, wrong[0])}, which transformers has not")
 
 
 def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Any:
@@ -264,10 +262,8 @@ def check_shapes(weights: dict[str, Tensor], config: Any, folder: Path) -> None:
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
-            asked = expected.get(name, "none")
-            raise CheckpointError(
-                f"{folder} has {name} {found.get(name, '(missing)')}; its configuration asks for {asked}"
-            )
+            is_there, asked = found.get(name, "(missing)"), expected.get(name, "none")
+            raise CheckpointError(f"{folder} has {name} {is_there}, but its configuration asks for {asked}")
 
 
 def rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, refuse_taken
+from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder
 from simreg_megatron.tools.export_hf import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    refuse_taken(options.save)
     config, weights = open_model(options.model)
     save(options.save, config, weights)
     flags = [
@@ -46,9 +45,8 @@ def run(options: argparse.Namespace) -> None:
     ]
     print(f"{options.save}: imported from {options.model}")
     print(f"train from it with: --load {shlex.quote(str(options.save))} --finetune {' '.join(flags)}")
-    rows = config.vocab_size
-    print(f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding; divide it by your")
-    print("--tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently")
+    rows = f"--make-vocab-size-divisible-by {config.vocab_size} keeps the {config.vocab_size} rows of the embedding"
+    print(f"note: {rows}, or Megatron drops the last ones silently; divide it by your --tensor-model-parallel-size")
 
 
 def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -147,8 +145,8 @@ def common_state(config: Any, dtype: Any) -> dict[str, Any]:
         seq_length=config.max_position_embeddings, tokenizer_type=None,
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
     )  # fmt: skip
-    content = {"singleton_local_shards": False}
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+    return {**common, "content_metadata": {"singleton_local_shards": False}}
 
 
 def layer_states(config: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

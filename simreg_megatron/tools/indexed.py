@@ -87,14 +87,13 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Read the index of a pair without numpy; a DataError if a file is missing or cut, or they are of two pairs."""
     if not is_pair(prefix):
         raise DataError(explain_missing(prefix))
-    again = "copy it again, or prepare the data again"
     path, data = (Path(f"{os.fspath(prefix)}{ending}") for ending in (".idx", ".bin"))
     with path.open("rb") as stream:
         head = stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
         magic, version, code, sequences, documents = _HEADER.unpack(head)
         size = _HEADER.size + 12 * sequences + 8 * documents
         if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size or not sequences:
-            raise DataError(f"{path} is not a whole Megatron index of token ids: {again}")
+            raise DataError(f"{path} is not a whole Megatron index of token ids: prepare the data again")
         stream.seek(_HEADER.size + 4 * (sequences - 1))
         (length,) = struct.unpack("<i", stream.read(4))
         stream.seek(_HEADER.size + 12 * sequences - 8)
@@ -102,7 +101,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     dtype, item_bytes = _TYPES[code]
     expected = offset + length * item_bytes
     if data.stat().st_size != expected:
-        raise DataError(f"{data} has {data.stat().st_size} bytes and its .idx says {expected}: {again}")
+        raise DataError(f"{data} has {data.stat().st_size} bytes and its .idx says {expected}: copy both again")
     return Index(dtype, sequences, documents - 1, expected // item_bytes)
 
 

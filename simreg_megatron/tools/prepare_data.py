@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,8 +53,7 @@ def add_command(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    """Read 20B, 500M, 32K or 4096."""
-    unit = "_KMBT".find(text[-1:].upper())
+    unit = "_KMBT".find(text[-1:].upper())  # of 20B, 500M or 32K
     return round(float(text[:-1]) * 1000**unit if unit > 0 else float(text))
 
 
@@ -77,6 +77,7 @@ def prepare(
     workers: int = 1,
 ) -> dict[str, Any]:
     """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options."""
+    import datasets
     from filelock import FileLock
 
     if list(sources) == ["c4"] and not valid and valid_share is None:
@@ -84,35 +85,32 @@ def prepare(
     groups = {"valid": find_groups(valid or (), key, "validation")}
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
     groups["train"] = find_groups(sources, key, "train", leave_out=apart)
-    files = {side: [name for group in found for name in group.files] for side, found in groups.items()}
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     settings: dict[str, Any] = {
-        **{side: [[name, file_bytes(name)] for name in names] for side, names in files.items()},
+        **{side: [[name, file_bytes(name)] for one in found for name in one.files] for side, found in groups.items()},
         "tokenizer": loaded.sha256 if loaded else train_tokenizer,
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
         "key": key, "tokens": tokens, "valid_tokens": valid_tokens,
     }  # fmt: skip
     if (out / indexed.MANIFEST).exists():
-        return _finished(out, settings)
+        manifest: dict[str, Any] = json.loads((out / indexed.MANIFEST).read_text())
+        if manifest.get("settings") != settings:
+            raise DataError(f"{out} has a set of other settings or sources: give another --out, or remove it")
+        if changed := indexed.find_changed(out, manifest):
+            raise DataError(f"{changed} is not the file that {indexed.MANIFEST} describes: remove {out} and repeat")
+        return manifest
     if there := [f"{side}{ending}" for side in groups for ending in ENDINGS if (out / f"{side}{ending}").exists()]:
         raise DataError(f"{out / there[0]} is there without a {indexed.MANIFEST}: give another --out, or move it away")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "lock", timeout=0):  # one process prepares a set
         loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
         manifest = _write_pairs(groups, loaded, settings, cache, workers)
         indexed.publish(cache, out, manifest)
-    return manifest
-
-
-def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a finished set, if it was made with the same settings and its files are there."""
-    manifest: dict[str, Any] = json.loads((out / indexed.MANIFEST).read_text())
-    if manifest.get("settings") != settings:
-        raise DataError(f"{out} has a set of other settings or sources: give another --out, or remove it")
-    if changed := indexed.find_changed(out, manifest):
-        raise DataError(f"{changed} is not the file that {indexed.MANIFEST} describes: remove {out} and repeat")
     return manifest
 
 
@@ -270,8 +268,6 @@ def load_group(group: Group, cache: Path) -> Any:
 
 def texts_of(group: Group, rows: dict[str, list[Any]]) -> list[str]:
     """Return the texts of some rows of a group; blank lines have none, and any other without one is a DataError."""
-    if group.kind == "document":
-        return rows["text"]
     texts = []
     for row in rows[group.key if group.kind == "parquet" else "text"]:
         if group.kind == "line" and (not row or row.isspace()):

@@ -74,8 +74,7 @@ def _load_sentencepiece(source: str) -> Tokenizer:
 def _load_hugging_face(source: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    is_local = Path(source).is_dir()
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir(), trust_remote_code=False)
     probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # as Megatron does
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
