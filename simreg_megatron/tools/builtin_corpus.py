@@ -2,8 +2,7 @@
 """`simreg-megatron data corpus-builtin`: a corpus without a download, from the docstrings of the installed libraries.
 
 A document is a module. Sources are parsed by `ast`, never imported. A docstring that appeared before (inherited,
-copied, vendored) is left out, so that none is on both sides of a split. One process builds and others wait. The corpus
-is built in a folder of another name, which is renamed when it is whole.
+copied, vendored) is left out, so that none is on both sides of a split. One process builds and others wait.
 """
 
 from __future__ import annotations
@@ -16,16 +15,14 @@ import inspect
 import json
 import os
 import re
-import shutil
 import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simreg_megatron.tools.indexed import DataError, PairWriter, describe_files, find_changed, sha256
+from simreg_megatron.tools.indexed import MANIFEST, DataError, PairWriter, describe_files, find_changed, publish
 from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
 
 _FORMAT = 1  # of the rules below: others make another corpus
@@ -34,7 +31,6 @@ _VALIDATION_SHARE = 0.03
 _SHORTEST = 60  # characters; shorter docstrings say little
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendored"}
 _SKIPPED_FOLDERS |= {"site-packages", "dist-packages"}  # below the standard library; they are roots of their own
-_TOPICS = "pydoc_data"  # the language reference, kept as one dictionary of strings
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")
 
@@ -60,7 +56,6 @@ def run(options: argparse.Namespace) -> None:
     corpus = ensure_builtin_corpus(options.out)
     for side, tokens in corpus.manifest["tokens"].items():
         print(f"{options.out / side}: {tokens:,} tokens")
-    print(f"{corpus.directory / 'manifest.json'} has the rest.")
 
 
 def ensure_builtin_corpus(
@@ -69,7 +64,7 @@ def ensure_builtin_corpus(
     """Return the corpus in `directory`, built now unless it is there already; many processes may ask at once.
 
     `roots` are the library folders to read: by default those of the running interpreter. A DataError if the directory
-    cannot be written or holds something else, or the libraries have too little text.
+    holds another set.
     """
     from filelock import FileLock
 
@@ -82,27 +77,19 @@ def ensure_builtin_corpus(
     decides_the_text = [_FORMAT, sys.version, folders, vocab_size, _MOST_CHARACTERS, packages]
     fingerprint = hashlib.sha256(json.dumps(decides_the_text).encode()).hexdigest()
     if not _is_whole(directory, fingerprint):
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{directory}.lock"):
-                if not _is_whole(directory, fingerprint):  # another process may have built it meanwhile
-                    _build(directory, roots, vocab_size, fingerprint)
-        except OSError as error:
-            raise DataError(
-                f"the built-in corpus cannot be written to {directory} ({error.strerror or error}): free some space "
-                "there (100 MB), or choose a folder you may write to"
-            ) from error
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{directory}.lock"):
+            if not _is_whole(directory, fingerprint):  # another process may have built it meanwhile
+                _build(directory, roots, vocab_size, fingerprint)
     train, valid, model = (directory / name for name in ("train", "valid", "tokenizer.model"))
     return BuiltinCorpus(directory, train, valid, model, _read_manifest(directory))
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of a built-in corpus in the folder, or an empty one."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        manifest = json.loads((directory / "manifest.json").read_text())
-        if "fingerprint" in manifest and set(manifest["files"]) == set(_FILES):
-            return dict(manifest)
-    return {}
+    path = directory / MANIFEST
+    manifest = dict(json.loads(path.read_text())) if path.is_file() else {}
+    return manifest if set(manifest.get("files", ())) == set(_FILES) and "fingerprint" in manifest else {}
 
 
 def _is_whole(directory: Path, fingerprint: str) -> bool:
@@ -112,11 +99,8 @@ def _is_whole(directory: Path, fingerprint: str) -> bool:
 
 
 def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str) -> None:
-    there = set(os.listdir(directory)) if directory.exists() else set()
-    if there and not _read_manifest(directory):
-        raise DataError(f"{directory} is there and is no built-in corpus: name another folder, or remove this one")
-    if others := there - {*_FILES, "manifest.json", "train", "valid"}:  # the last two are Megatron's indices
-        raise DataError(f"{directory} must be built again, and also holds {min(others)}: move that away first")
+    if not _read_manifest(directory) and any((directory / name).exists() for name in (*_FILES, MANIFEST)):
+        raise DataError(f"{directory} has another set: name another folder, or remove this one")
     print("> corpus: reading the documentation of the installed libraries (about a minute in all)", flush=True)
     sides: dict[str, list[str]] = {"train": [], "valid": []}
     characters = 0
@@ -125,26 +109,19 @@ def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint:
         characters += len(text)
         if characters >= _MOST_CHARACTERS:
             break
-    if not all(sides.values()):
-        raise DataError(f"too little documentation below {', '.join(map(str, roots))} to make a corpus of")
-    work = directory.with_name(f"{directory.name}.building")
-    shutil.rmtree(work, ignore_errors=True)  # of a build that was killed; the lock says that none is under way
-    work.mkdir()
+    work = directory / "cache"
+    work.mkdir(parents=True, exist_ok=True)
     print(f"> corpus: training a tokenizer of {vocab_size} pieces and tokenizing {characters:,} characters", flush=True)
     train_tokenizer(sides["train"], work / "tokenizer.model", vocab_size=vocab_size)
     counts = {side: write_pair(work / side, texts, work / "tokenizer.model") for side, texts in sides.items()}
     manifest = {
         "fingerprint": fingerprint,
-        "characters": characters,
         "documents": {side: documents for side, (documents, _) in counts.items()},
         "tokens": {side: tokens for side, (_, tokens) in counts.items()},
-        "vocab_size": vocab_size,
-        "tokenizer_sha256": sha256(work / "tokenizer.model"),
+        **load_tokenizer(str(work / "tokenizer.model")).describe(),
         "files": describe_files(work, _FILES),
     }
-    (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    shutil.rmtree(directory, ignore_errors=True)
-    work.rename(directory)
+    publish(work, directory, manifest)
 
 
 def write_pair(prefix: Path, texts: Sequence[str], tokenizer: str | Path) -> tuple[int, int]:
@@ -188,7 +165,7 @@ def _docstrings(path: Path) -> list[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return []
-    if _TOPICS in path.parts:
+    if "pydoc_data" in path.parts:  # the language reference, kept as one dictionary of strings
         constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         texts = [value for value in constants if isinstance(value, str)]
     else:

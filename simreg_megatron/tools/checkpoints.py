@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -43,19 +42,12 @@ class CheckpointError(SentenceError):
 
 
 def checkpoint_folder(load: Path, step: int | None = None) -> Path:
-    """Find the checkpoint that Megatron's --load and --ckpt-step name; the newest one if `step` is None."""
-    if not load.is_dir():
-        raise CheckpointError(f"there is no folder {load}: give the folder that Megatron's --save named")
-    name = f"iter_{step:07d}" if step is not None else ""
-    if step is None and (load / TRACKER).is_file():
-        text = (load / TRACKER).read_text().strip()
-        name = f"iter_{int(text):07d}" if text.isdecimal() else "release"
-    elif step is None and (load / "checkpoints" / TRACKER).is_file():
-        raise CheckpointError(f"{load} is the folder of a run: give its checkpoints, {load / 'checkpoints'}")
-    if not (load / name).is_dir() or (not name and any(load.glob("iter_*"))):
-        there = ", ".join(sorted(path.name for path in load.glob("iter_*"))[-5:]) or "none"
-        raise CheckpointError(f"{load} has no {name or TRACKER}: name the step with --ckpt-step; there: {there}")
-    return load / name
+    """Name the checkpoint that Megatron's --load and --ckpt-step do; the newest one if `step` is None."""
+    tracker = load / TRACKER
+    if step is None and not tracker.is_file():
+        return load
+    name = tracker.read_text().strip() if step is None else str(step)
+    return load / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
 
 
 def refuse_taken(save: Path) -> None:
@@ -74,10 +66,6 @@ def new_folder(save: Path) -> Iterator[Path]:
         made = Path(temporary, save.name)
         made.mkdir()
         yield made
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in made.rglob("*"):  # safetensors makes its files unreadable to others
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
         made.replace(save)
 
 

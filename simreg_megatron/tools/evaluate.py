@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from simreg_megatron.notices import SentenceError
 from simreg_megatron.tools.checkpoints import checkpoint_folder, refuse_taken
+from simreg_megatron.tools.export_hf import export
 
 # The paper does not name its metrics. Its scores look like acc_norm where a task has one (36.5 on HellaSwag at 350M).
 PAPER = {
@@ -22,10 +23,10 @@ PAPER = {
 
 
 class Score(NamedTuple):
-    """A task's score, its standard error (None if unknown), and its values by question if it is their mean."""
+    """A task's score, its standard error (NaN if unknown), and its values by question if it is their mean."""
 
     value: float
-    error: float | None
+    error: float
     questions: Mapping[tuple[str, int], float] = {}
 
 
@@ -49,24 +50,22 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
 
     metrics = chosen_tasks(options.tasks)
     models = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
-    are_named = all(name == Path(name).name != "" and path.is_dir() for name, path in models.items())
-    if len(models) < len(options.model) or not are_named:  # results have these names below --output
-        raise SentenceError("each --model must be NAME=FOLDER with a name of its own, without slashes, and a folder "
-                              f"that exists, got {', '.join(options.model)}")  # fmt: skip
+    if len(models) < len(options.model) or not all(path.is_dir() for path in models.values()):
+        raise SentenceError(f"each --model must be NAME=FOLDER with a name of its own, got {', '.join(options.model)}")
     refuse_taken(options.output)
     options.output.mkdir(parents=True, exist_ok=True)
     folders = {name: hugging_face_folder(name, path, options) for name, path in models.items()}
+    known = TaskManager(include_path=str(options.include.resolve()) if options.include else None)
     scores: dict[str, dict[str, Score]] = {}
     for name, folder in folders.items():
-        found = answers(folder, list(metrics), options)
+        found = answers(folder, list(metrics), known, options)
         (options.output / f"{name}.json").write_text(json.dumps(found, default=handle_non_serializable))
         print(f"{name}: {folder}", make_table(found), sep="\n")
-        if found.get("groups"):
-            print(make_table(found, "groups"))
         scores[name] = {task: score_of(found, task, metric) for task, metric in metrics.items()}
     page = "\n".join(table(scores))
     (options.output / "results.md").write_text(page + "\n")
@@ -86,45 +85,30 @@ def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> P
     """Return `path`, or the folder to which its Megatron checkpoint was exported."""
     if (path / "config.json").is_file():
         return path
-    from simreg_megatron.tools.export_hf import export
-
     if options.tokenizer is None:
         raise SentenceError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
     folder: Path = options.output / "models" / name
-    for note in export(checkpoint_folder(path), folder, options.tokenizer):
-        print(f"note: {name}: {note}")
+    export(checkpoint_folder(path), folder, options.tokenizer)
     return folder
 
 
-@functools.cache
-def task_manager(include: Path | None) -> Any:
-    """Index the harness's task definitions and those in a folder, which takes 10 seconds."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=str(include.resolve(strict=True)) if include else None)
-
-
-def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def answers(folder: Path, tasks: list[str], known: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Return what lm-evaluation-harness finds: its results and the answer to every question."""
     import lm_eval
     import torch
     from transformers import AutoTokenizer
 
-    if options.bos == "document":  # release 4 of transformers does not add it, silently
+    adds_bos = options.bos == "document"
+    if adds_bos:  # release 4 of transformers does not add it, silently
         tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
-        if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+        if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
             raise SentenceError(f"--bos document: the tokenizer of {folder} puts no BOS before a text: --bos none")
-    arguments = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": options.bos == "document"}
-    try:
-        found = lm_eval.simple_evaluate(
-            model="hf", model_args={**arguments, "use_safetensors": True}, tasks=tasks, num_fewshot=0,
-            batch_size=options.batch_size, limit=options.limit,
-            device=str(torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))),
-            task_manager=task_manager(options.include),
-        )  # fmt: skip
-    except Exception as error:  # the model, the task or its data set may raise any type
-        raise SentenceError(f"lm-evaluation-harness cannot score {folder}: {type(error).__name__}: {error}") from error
-    return dict(found or {})
+    arguments = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": adds_bos, "use_safetensors": True}
+    return dict(lm_eval.simple_evaluate(
+        model="hf", model_args=arguments, tasks=tasks, num_fewshot=0, batch_size=options.batch_size,
+        limit=options.limit, task_manager=known,
+        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    ))  # fmt: skip
 
 
 def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
@@ -133,10 +117,9 @@ def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
     keys = [key for key in values if "," in key and "_stderr," not in key]  # metric,filter
     key = next((key for key in keys if metric in ("", key.partition(",")[0])), None)
     if key is None:
-        there = ", ".join(sorted({key.partition(",")[0] for key in keys})) or "none"
-        raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {there}")
+        raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {' '.join(keys)}")
     metric, _, kind = key.partition(",")
-    value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")
+    value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")  # which may be "N/A"
     questions = {
         (part, sample["doc_id"]): sample[metric]
         for part in parts_of(found, task)
@@ -146,7 +129,7 @@ def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
     scale = 100 if questions and all(0 <= each <= 1 for each in questions.values()) else 1
     if questions and abs(fmean(questions.values()) - value) > 1e-9:  # such as squadv2's f1
         questions = {}
-    error = scale * error if isinstance(error, float) else None
+    error = scale * error if isinstance(error, float) else math.nan
     return Score(scale * value, error, {question: scale * each for question, each in questions.items()})
 
 
@@ -162,16 +145,7 @@ def difference(score: Score, first: Score) -> Score:
     if len(score.questions) > 1 and score.questions.keys() == first.questions.keys():
         apart = [each - first.questions[question] for question, each in score.questions.items()]
         return Score(value, stdev(apart) / len(apart) ** 0.5)
-    if score.error is None or first.error is None:
-        return Score(value, None)
-    return Score(value, (score.error**2 + first.error**2) ** 0.5)
-
-
-def mean(scores: list[Score]) -> Score:
-    """Average over tasks; the error is None if one of theirs is."""
-    errors = [score.error for score in scores if score.error is not None]
-    error = sum(error**2 for error in errors) ** 0.5 / len(scores) if len(errors) == len(scores) else None
-    return Score(fmean(score.value for score in scores), error)
+    return Score(value, math.hypot(score.error, first.error))
 
 
 def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
@@ -182,9 +156,10 @@ def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
     header = f"| | {' | '.join([*tasks, *(['mean'] if has_mean else [])])} |\n{'| --- ' * (len(tasks) + 1 + has_mean)}|"
 
     def row(name: str, found: list[Score]) -> str:
-        cells = [*found, mean(found)] if has_mean else found
-        shown = (f"{one.value:.2f}" + ("" if one.error is None else f" ± {one.error:.2f}") for one in cells)
-        return f"| {name} | {' | '.join(shown)} |"
+        if has_mean:
+            error = math.hypot(*(score.error for score in found)) / len(found)
+            found = [*found, Score(fmean(score.value for score in found), error)]
+        return f"| {name} | {' | '.join(f'{score.value:.2f} ± {score.error:.2f}' for score in found)} |"
 
     yield header
     for name, found in scores.items():

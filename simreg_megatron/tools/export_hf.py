@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simreg-megatron export-hf`: write a `torch_dist` checkpoint of a LLaMA or Mixtral as a Hugging Face model."""
+"""`simreg-megatron export-hf`: write a `torch_dist` checkpoint of a LLaMA or Mixtral as a Hugging Face model.
+
+Megatron stacks the weights of all layers (and experts) under one key. Its QKV matrix holds, for each group of heads,
+the group's queries, its key and its value; its first MLP matrix holds gate, then up. Everything else has another name
+and the same numbers.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +24,39 @@ from simreg_megatron.tools.checkpoints import (
     new_folder,
     refuse_taken,
 )
-from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, SIZES, check_shapes, convert, write_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from simreg_megatron.tools.tokenizers import Tokenizer
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LLAMA3_ROPE = {  # the only scaling of rotary embeddings that Megatron has; it fixes these numbers
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+SIZES = {  # Megatron's argument: the setting of transformers
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads", "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+}  # fmt: skip
+TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+LAYER = {  # Transformer Engine fuses a norm into the layer that follows; `torch_dist` has both names
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    "mlp.router.weight": ("block_sparse_moe.gate.weight",),
+    "mlp.experts.experts.linear_fc1.weight": tuple(f"block_sparse_moe.experts.{{}}.{w}.weight" for w in ("w1", "w3")),
+    "mlp.experts.experts.linear_fc2.weight": ("block_sparse_moe.experts.{}.w2.weight",),
+}
 # The values with which the model is a LLaMA or Mixtral, and arguments that must be absent, false or 0.
 _MUST_BE: dict[str, Any] = {
     "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
@@ -50,114 +84,81 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--load", type=Path, required=True, help="the folder that Megatron's --save named")
     parser.add_argument("--ckpt-step", type=int, help="the step to take (default: the newest)")
     parser.add_argument("--save", type=Path, required=True, help="the folder to make")
-    kept = parser.add_mutually_exclusive_group()
-    kept.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
-    kept.add_argument("--vocab-size", type=int, help="tokens without padding, if no tokenizer is given")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     folder = checkpoint_folder(options.load, options.ckpt_step)
-    notes = export(folder, options.save, options.tokenizer, dtype=options.dtype, vocab_size=options.vocab_size)
-    for note in notes:
-        print(f"note: {note}")
+    export(folder, options.save, options.tokenizer)
     print(f"{options.save}: exported from {folder}")
 
 
-def export(
-    folder: Path, save: Path, tokenizer: Path | None = None, *, dtype: str | None = None, vocab_size: int | None = None
-) -> list[str]:
-    """Write the checkpoint in `folder` to the new folder `save`, and return notes for the user."""
+def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
+    """Write the checkpoint in `folder` to the new folder `save`, in the type of its embedding."""
     import torch
     from huggingface_hub import save_torch_state_dict
-    from transformers import GenerationConfig
 
     from simreg_megatron.tools.tokenizers import check_size, load_tokenizer, write_tokenizer
 
     refuse_taken(save)
-    if tokenizer and not tokenizer.exists():
-        raise CheckpointError(f"there is no {tokenizer}: give the .model file or the folder of the tokenizer")
     loaded = load_tokenizer(str(tokenizer)) if tokenizer else None
-    args, stored, notes = read(folder)
+    args, stored = read(folder)
     refuse_others(args)
     embedding = stored["embedding.word_embeddings.weight"]
-    kept = loaded.vocab_size if loaded else vocab_size
-    if kept is not None:
-        check_size(args, len(embedding), kept, str(tokenizer or "--vocab-size"))
-    trained = Path(getattr(args, "tokenizer_model", None) or ".")
-    if tokenizer and tokenizer.is_file() and trained.is_file() and tokenizer.read_bytes() != trained.read_bytes():
-        raise CheckpointError(f"{tokenizer} is not the tokenizer of training, {trained}: give that one, or none")
-    if not hasattr(args, "make_vocab_size_divisible_by"):  # imported: it may have more rows than the tokenizer
-        kept = max(kept or 0, args.vocab_size)
-    if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):
-        rows = len(embedding)
-        notes.append(f"all {rows} rows of the embedding are kept: --tokenizer would leave out those of padding")
-    if args.tokenizer_type == "Llama2Tokenizer":
-        notes.append("Llama2Tokenizer began every document with BOS up to Megatron 0.14: evaluate as in your training")
-    config = make_config(args, kept or len(embedding), loaded)
+    if loaded:
+        check_size(args, len(embedding), loaded)
+    config = make_config(args, loaded.vocab_size if loaded else len(embedding), loaded)
     head = stored.get("output_layer.weight")
     if config.tie_word_embeddings and not (head is None or head.equal(embedding)):
-        raise CheckpointError(
-            f"{folder}: its arguments say that the head is the embedding, but output_layer.weight holds other numbers: "
-            "save it again from a run with --untie-embeddings-and-output-weights"
-        )
-    chosen = getattr(torch, DTYPES[dtype]) if dtype else embedding.dtype
-    if not dtype and (wider := [key for key, tensor in stored.items() if tensor.dtype.itemsize > chosen.itemsize]):
-        notes.append(f"{len(wider)} weights such as {wider[0]} are stored in a wider type and rounded to {chosen}")
+        raise CheckpointError(f"{folder} says that the head is the embedding, but output_layer.weight is another one")
     weights: dict[str, Tensor] = {}
     for key in list(stored):
         for name, weight in convert(key, stored.pop(key), config):
-            if not (weight := weight.to(chosen)).isfinite().all():
-                raise CheckpointError(f"{name} is incomplete or holds NaN or infinite numbers (in {chosen})")
-            weights[name] = weight.clone(memory_format=torch.contiguous_format)
+            weights[name] = weight.to(embedding.dtype).clone(memory_format=torch.contiguous_format)
+            if not weights[name].isfinite().all():
+                raise CheckpointError(f"{name} is incomplete or holds NaN or infinite numbers (in {embedding.dtype})")
     check_shapes(weights, config, folder)
     with new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
-        ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-        GenerationConfig(**ids, pad_token_id=config.eos_token_id).save_pretrained(made)
-        write_config(config, str(chosen).removeprefix("torch."), made)
+        write_config(config, str(embedding.dtype).removeprefix("torch."), made)
+        for path in made.glob("*.safetensors"):  # which are made unreadable to others
+            shutil.copymode(made / "config.json", path)
         if loaded:
             write_tokenizer(loaded, made)
-    return notes
 
 
-def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]]:
-    """Read Megatron's arguments and the model's tensors by key; the third value are notes on what is left out."""
+def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
+    """Read Megatron's arguments and the model's tensors by key, without the scalars that SimReg trained."""
     import torch
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    if any(folder.glob("mp_rank_*")):
+    if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
         raise CheckpointError(
-            f"{folder} is in the older format torch, which Megatron itself converts: load it there with "
+            f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}. Give the folder that --save "
+            "named, and --ckpt-step. Megatron itself converts the older format torch: load it there with "
             "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
         )
-    if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}")
     check_checkpoint(folder)
-    tensors, notes = {}, []
+    tensors, left_out = {}, ("optimizer.", "chained_", "simreg_")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             args = load_common_state_dict(str(folder)).get("args")
             reader = dcp.FileSystemReader(folder)
             for key, entry in reader.read_metadata().state_dict_metadata.items():
-                if key.startswith("simreg_"):
-                    notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
-                elif isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
+                if isinstance(entry, TensorStorageMetadata) and not key.startswith(left_out):
                     tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
             dcp.load(tensors, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # torch raises errors of any type for damaged files
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
     if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:
-        raise CheckpointError(
-            f"{folder} has no arguments or no embedding: it was not saved by Megatron's training loop"
-        )
-    return args, tensors, notes
+        raise CheckpointError(f"{folder} has no arguments or no embedding: Megatron's training loop did not save it")
+    return args, tensors
 
 
 def refuse_others(args: argparse.Namespace) -> None:
@@ -170,9 +171,7 @@ def refuse_others(args: argparse.Namespace) -> None:
     if args.num_experts and set(str(getattr(args, "moe_layer_freq", 1))) - set("1,[] "):
         wrong.append("moe_layer_freq")
     if wrong:
-        only = f"only {_MUST_BE[wrong[0]]} can be exported" if wrong[0] in _MUST_BE else "it cannot be exported"
-        what = f"the model has {wrong[0]} = {getattr(args, wrong[0])}"
-        raise CheckpointError(f"{what}, which transformers' LLaMA and Mixtral do not support: {only}")
+        raise CheckpointError(f"the model has {wrong[0]} = {getattr(args, wrong[0])}, which transformers has not")
 
 
 def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Any:
@@ -180,27 +179,104 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
     from transformers import LlamaConfig, MixtralConfig
 
     common = {
-        "vocab_size": vocab_size,
-        **{theirs: getattr(args, ours) for ours, theirs in SIZES.items()},
+        "vocab_size": vocab_size, **{theirs: getattr(args, ours) for ours, theirs in SIZES.items()},
         "num_key_value_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         "rms_norm_eps": getattr(args, "layernorm_epsilon", None) or args.norm_epsilon,  # before 0.17, and since
-        "rope_theta": float(args.rotary_base or 10000),
+        "rope_theta": float(args.rotary_base or 10000), "pad_token_id": None,
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         "bos_token_id": tokenizer.bos_id if tokenizer else None,
         "eos_token_id": tokenizer.eos_id if tokenizer else None,
-        "pad_token_id": None,
-    }
+    }  # fmt: skip
     if getattr(args, "use_rope_scaling", False):
         common["rope_scaling"] = dict(LLAMA3_ROPE)
-    try:
-        if not args.num_experts:
-            return LlamaConfig(architectures=["LlamaForCausalLM"], **common)
-        common["intermediate_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
-        balance = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, float) else 0.0
-        return MixtralConfig(
-            architectures=["MixtralForCausalLM"], num_local_experts=args.num_experts, sliding_window=None,
-            num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=balance, **common,
-        )  # fmt: skip
-    except Exception as error:  # transformers 5 checks it, such as that the number of heads divides the width
-        reason = str(error).splitlines()[-1].strip()
-        raise CheckpointError(f"transformers cannot represent this model: {reason}") from None
+    if not args.num_experts:
+        return LlamaConfig(architectures=["LlamaForCausalLM"], **common)
+    common["intermediate_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    balance = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, float) else 0.0
+    return MixtralConfig(
+        architectures=["MixtralForCausalLM"], num_local_experts=args.num_experts, sliding_window=None,
+        num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=balance, **common,
+    )  # fmt: skip
+
+
+def convert(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Split one of Megatron's tensors into those of transformers, which are views of it."""
+    if key in TOP:
+        if not (key == "output_layer.weight" and config.tie_word_embeddings):  # a pipeline's copy of the embedding
+            yield TOP[key], tensor if tensor.dim() == 1 else tensor[: config.vocab_size]
+        return
+    found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", key)
+    names = LAYER.get(found[2]) if found else None
+    if found is None or names is None:
+        raise CheckpointError(f"{key} is no weight of a LLaMA or Mixtral: a model that has it cannot be exported")
+    for layer, weight in enumerate(tensor) if found[1] is None else [(int(found[1]), tensor)]:
+        for expert, matrix in enumerate(weight) if ".experts." in key else [(0, weight)]:
+            parts = split(matrix, len(names), config)
+            for name, part in zip(names, parts, strict=True):
+                yield f"model.layers.{layer}.{name.format(expert)}", part
+
+
+def split(matrix: Tensor, num_parts: int, config: Any) -> list[Tensor]:
+    """Split a QKV matrix [groups * (heads / groups + 2) * d, h] in three, or gate and up in two."""
+    if num_parts < 3:
+        return list(matrix.chunk(num_parts))
+    per_group = config.num_attention_heads // config.num_key_value_heads
+    grouped = matrix.view(config.num_key_value_heads, per_group + 2, config.head_dim, -1)
+    return [part.flatten(0, 2) for part in grouped.split((per_group, 1, 1), dim=1)]
+
+
+def join(parts: list[Tensor], config: Any) -> Tensor:
+    """Join what `split` splits."""
+    import torch
+
+    if len(parts) < 3:
+        return torch.cat(parts)
+    grouped = [part.view(config.num_key_value_heads, -1, config.head_dim, part.shape[-1]) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 2)
+
+
+def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of all weights of a model."""
+    hidden, ffn, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    queries, keys = (count * config.head_dim for count in (heads, config.num_key_value_heads))
+    experts = getattr(config, "num_local_experts", 0)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+    }  # fmt: skip
+    if experts:
+        layer["block_sparse_moe.gate"] = (experts, hidden)
+    for expert in range(experts or 1):
+        names = [f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3", "w2")]
+        names = names if experts else [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        layer |= zip(names, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True)
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    for number in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": (config.vocab_size, hidden)}
+
+
+def check_shapes(weights: dict[str, Tensor], config: Any, folder: Path) -> None:
+    """Refuse a model in `folder` whose weights are not exactly those of its configuration."""
+    expected = shapes_of(config)
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            is_there, asked = found.get(name, "(missing)"), expected.get(name, "none")
+            raise CheckpointError(f"{folder} has {name} {is_there}, but its configuration asks for {asked}")
+
+
+def rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:
+    """Return the rotary base and the scaling (None without), which transformers 4 and 5 store differently."""
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    base = rope.pop("rope_theta", None) or config.rope_theta
+    return float(base), None if rope.get("rope_type", "default") == "default" else rope
+
+
+def write_config(config: Any, dtype: str, folder: Path) -> None:
+    """Write config.json with the rotary base and the type under the names of transformers 4, too."""
+    config.save_pretrained(folder)
+    base, scaling = rope_of(config)
+    entries = json.loads((folder / "config.json").read_text())
+    entries |= {"rope_theta": base, "rope_scaling": scaling, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")

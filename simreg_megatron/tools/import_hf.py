@@ -10,8 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, refuse_taken
-from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
+from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder
+from simreg_megatron.tools.export_hf import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    refuse_taken(options.save)
     config, weights = open_model(options.model)
     save(options.save, config, weights)
     flags = [
@@ -44,13 +43,10 @@ def run(options: argparse.Namespace) -> None:
         for name, value in megatron_settings(config).items()
         if value is not None and value is not False
     ]
-    rows = config.vocab_size
     print(f"{options.save}: imported from {options.model}")
     print(f"train from it with: --load {shlex.quote(str(options.save))} --finetune {' '.join(flags)}")
-    print(
-        f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding whichever tokenizer you "
-        "name; divide it by your --tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently"
-    )
+    rows = f"--make-vocab-size-divisible-by {config.vocab_size} keeps the {config.vocab_size} rows of the embedding"
+    print(f"note: {rows}, or Megatron drops the last ones silently; divide it by your --tensor-model-parallel-size")
 
 
 def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -59,27 +55,16 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"there is no {folder}/config.json: give the folder of a Hugging Face model")
-    if not (files := sorted(folder.glob("model*.safetensors"))):
-        raise CheckpointError(
-            f"{folder} has no model.safetensors: save the model with transformers' save_pretrained (pickled .bin files "
-            "could run code and are not read)"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        weights = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    except Exception as error:  # transformers and safetensors raise errors of any type for damaged files
-        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}): get it again") from None
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     refuse_others(config)
-    weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no model.safetensors (pickled .bin files could run code and are not read)")
+    weights = {name: tensor for path in files for name, tensor in load_file(path).items() if ".inv_freq" not in name}
     head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     check_shapes(weights, config, folder)
     if not (head is None or head.equal(weights["model.embed_tokens.weight"])):
-        raise CheckpointError(
-            f"{folder}/config.json says that the head is the embedding (tie_word_embeddings), but lm_head.weight holds "
-            "other numbers: set tie_word_embeddings to false to keep them, or remove lm_head.weight"
-        )
+        raise CheckpointError(f"{folder} says that the head is the embedding (tie_word_embeddings) and has another")
     dtype = weights["model.norm.weight"].dtype
     for name, tensor in weights.items():
         if tensor.dtype != dtype or dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -98,10 +83,8 @@ def refuse_others(config: Any) -> None:
             raise CheckpointError(f"its config.json has {name} = {getattr(config, name)}: only {value} can be imported")
     base, scaling = rope_of(config)
     if scaling not in (None, LLAMA3_ROPE) or base != int(base):
-        raise CheckpointError(
-            f"its config.json has rotary embeddings with base {base} and {scaling}, but Megatron has only whole bases "
-            f"without scaling or with {LLAMA3_ROPE}"
-        )
+        only = f"Megatron has only whole bases without scaling or with {LLAMA3_ROPE}"
+        raise CheckpointError(f"its config.json has rotary embeddings with base {base} and {scaling}: {only}")
     if not config.head_dim:
         config.head_dim = config.hidden_size // config.num_attention_heads
 
@@ -112,21 +95,13 @@ def megatron_settings(config: Any) -> dict[str, Any]:
     base, scaling = rope_of(config)
     settings = {
         **{ours: getattr(config, theirs) for ours, theirs in SIZES.items()},
-        "group_query_attention": groups != heads,
-        "num_query_groups": groups if groups != heads else None,
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.rms_norm_eps,
-        "position_embedding_type": "rope",
-        "rotary_base": int(base),
-        "use_rope_scaling": scaling is not None,
-        "swiglu": True,
-        "disable_bias_linear": True,
+        "group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else None,
+        "normalization": "RMSNorm", "norm_epsilon": config.rms_norm_eps, "position_embedding_type": "rope",
+        "rotary_base": int(base), "use_rope_scaling": scaling is not None, "swiglu": True, "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "vocab_size": config.vocab_size,
-        "make_vocab_size_divisible_by": config.vocab_size,
-    }
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "vocab_size": config.vocab_size, "make_vocab_size_divisible_by": config.vocab_size,
+    }  # fmt: skip
     if config.model_type == "mixtral":
         settings["num_experts"] = config.num_local_experts
         settings["moe_router_topk"] = config.num_experts_per_tok
@@ -170,8 +145,8 @@ def common_state(config: Any, dtype: Any) -> dict[str, Any]:
         seq_length=config.max_position_embeddings, tokenizer_type=None,
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
     )  # fmt: skip
-    content = {"singleton_local_shards": False}
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+    return {**common, "content_metadata": {"singleton_local_shards": False}}
 
 
 def layer_states(config: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

@@ -3,14 +3,16 @@
 
 PREFIX.bin holds all token ids, one document after the other. PREFIX.idx holds, after a header, the length (int32) and
 the byte offset (int64) of every sequence, and the number of sequences before the end of every document (int64). A
-document is one sequence here; an empty one has no sequence. The bytes are those of Megatron's IndexedDatasetBuilder (a
-test compares them), which is not used because importing Megatron takes seconds and needs a GPU or its stand-ins.
+document is one sequence here; an empty one has no sequence. The bytes are those of Megatron's IndexedDatasetBuilder,
+which is not used because importing Megatron takes seconds and needs a GPU or its stand-ins.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import struct
 from array import array
 from collections.abc import Iterable
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 ENDINGS = (".bin", ".idx")
+MANIFEST = "manifest.json"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, ends of documents (with a leading 0)
 _TYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
@@ -44,7 +47,7 @@ class PairWriter:
         self._prefix, self._dtype = prefix, token_dtype(vocab_size)
         self._bin = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115
         self._lengths = array("i")
-        self.documents = self.empty_documents = self.tokens = 0
+        self.documents = self.tokens = 0
 
     def add(self, ids: Iterable[int]) -> None:
         """Append a document, its end-of-text token included."""
@@ -54,7 +57,6 @@ class PairWriter:
         self._bin.write(found.tobytes())
         self._lengths.append(len(found))
         self.documents += 1
-        self.empty_documents += not len(found)
         self.tokens += len(found)
 
     def close(self) -> None:
@@ -85,16 +87,13 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Read the index of a pair without numpy; a DataError if a file is missing or cut, or they are of two pairs."""
     if not is_pair(prefix):
         raise DataError(explain_missing(prefix))
-    again = "copy it again, or prepare the data again"
     path, data = (Path(f"{os.fspath(prefix)}{ending}") for ending in (".idx", ".bin"))
     with path.open("rb") as stream:
         head = stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
         magic, version, code, sequences, documents = _HEADER.unpack(head)
         size = _HEADER.size + 12 * sequences + 8 * documents
-        if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size:
-            raise DataError(f"{path} is not a whole Megatron index of token ids: {again}")
-        if not sequences:
-            raise DataError(f"{path} has no text in it: prepare the data again")
+        if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size or not sequences:
+            raise DataError(f"{path} is not a whole Megatron index of token ids: prepare the data again")
         stream.seek(_HEADER.size + 4 * (sequences - 1))
         (length,) = struct.unpack("<i", stream.read(4))
         stream.seek(_HEADER.size + 12 * sequences - 8)
@@ -102,7 +101,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     dtype, item_bytes = _TYPES[code]
     expected = offset + length * item_bytes
     if data.stat().st_size != expected:
-        raise DataError(f"{data} has {data.stat().st_size} bytes and its .idx says {expected}: {again}")
+        raise DataError(f"{data} has {data.stat().st_size} bytes and its .idx says {expected}: copy both again")
     return Index(dtype, sequences, documents - 1, expected // item_bytes)
 
 
@@ -114,11 +113,8 @@ def read_tokens(prefix: str | os.PathLike[str]) -> np.memmap:
 
 
 def explain_missing(prefix: str | os.PathLike[str]) -> str:
-    """Say that `prefix` names no pair, and what does."""
-    path = Path(prefix)
-    stem = path.with_suffix("") if path.suffix in ENDINGS else path
-    hint = f"give the prefix of both, {stem}" if is_pair(stem) else "give the prefix of a pair, or prepare the data"
-    return f"there is no {prefix}.bin with {prefix}.idx: {hint}"
+    """Say that `prefix` names no pair."""
+    return f"there is no {prefix}.bin with {prefix}.idx: give the path of both without the ending, or prepare the data"
 
 
 def is_pair(prefix: str | os.PathLike[str]) -> bool:
@@ -143,3 +139,11 @@ def find_changed(folder: Path, manifest: dict[str, Any]) -> Path | None:
     """Return the first file of a set that is missing or of another size than its manifest says."""
     sizes = {folder / name: facts["bytes"] for name, facts in manifest["files"].items()}
     return next((path for path, size in sizes.items() if not path.is_file() or path.stat().st_size != size), None)
+
+
+def publish(work: Path, out: Path, manifest: dict[str, Any]) -> None:
+    """Move the files of a set that is whole from the folder `work` to `out`, the manifest last, and remove `work`."""
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for name in (*manifest["files"], MANIFEST):
+        (work / name).replace(out / name)
+    shutil.rmtree(work)

@@ -2,33 +2,32 @@
 """`simreg-megatron data prepare`: from text to Megatron's .bin/.idx.
 
 Hugging Face `datasets` reads the text, tokenizes it in several processes, and keeps in OUT/cache what is done: the same
-command continues after it was stopped. The files of the set get their names when all of them are whole.
+command continues after it was stopped. The files of the set get their names when all of them are whole. Lines of JSON
+are read as lines: `datasets` would want one type for every key, in all files.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
-import random
 import re
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from simreg_megatron.config import __version__
-from simreg_megatron.tools import builtin_corpus
-from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter, describe_files, find_changed, token_dtype
-from simreg_megatron.tools.text_sources import READABLE, Group, file_bytes, find_groups, load_group, texts_of
+from simreg_megatron.tools import builtin_corpus, indexed
+from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter
 from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
-MANIFEST = "manifest.json"
+READABLE = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME, or c4"
+_KINDS = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "parquet", ".txt": "document"}
+_GROUP_BYTES = 1 << 30
 _SAMPLE_CHARACTERS, _SAMPLE_GROUPS = 6_000_000, 16
 
 
@@ -39,13 +38,14 @@ def add_command(commands: Any) -> None:
     text = "tokenize text into training and validation sets; the same command continues after it was stopped"
     parser = data.add_parser("prepare", help=text, description=text)
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    of_validation = parser.add_mutually_exclusive_group().add_argument
     add("sources", nargs="+", metavar="SOURCE", help=f"{READABLE}; a .txt is one document")
     add("--out", type=Path, required=True, help="folder for train and valid .bin/.idx, and manifest.json")
     one_of("--tokenizer", help="a sentencepiece .model file, or a Hugging Face folder or name")
     one_of("--train-tokenizer", type=_count, metavar="N", help="train one of N pieces: OUT/tokenizer.model")
     add("--key", default="text", help="the key or column that has the text (default: text)")
-    add("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
-    add("--valid-share", type=float, help="without --valid: share of the documents (default: 0.005)")
+    of_validation("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
+    of_validation("--valid-share", type=float, help="share of the documents (default: 0.005)")
     add("--tokens", type=_count, help="training tokens, such as 20B or 500M: ends with the document that reaches them")
     add("--valid-tokens", type=_count, help="the same for the --valid sources")
     add("--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
@@ -53,22 +53,14 @@ def add_command(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    found = re.fullmatch(r"([\d_]*\d(?:\.\d+)?)([KMGBT]?)", text.replace(",", ""), re.IGNORECASE)
-    number = round(float(found[1]) * 1000 ** "_KMGT".index(found[2].upper().replace("B", "G") or "_")) if found else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"takes a positive number such as 20B, 500M or 4096, not {text!r}")
-    return number
+    unit = "_KMBT".find(text[-1:].upper())  # of 20B, 500M or 32K
+    return round(float(text[:-1]) * 1000**unit if unit > 0 else float(text))
 
 
 def run(options: argparse.Namespace) -> None:
     manifest = prepare(**{name: value for name, value in vars(options).items() if name != "run"})
-    for side, limit in (("train", options.tokens), ("valid", options.valid_tokens)):
-        tokens = manifest["tokens"][side]
+    for side, tokens in manifest["tokens"].items():
         print(f"{options.out / side}: {tokens:,} tokens, {manifest['documents'][side]:,} documents")
-        if limit and tokens < limit:
-            print(f"notice: that is all there is; {limit:,} tokens were asked for")
-    if not manifest["tokens"]["valid"]:
-        print("notice: there is no validation set: give --valid SOURCE or a larger --valid-share with another --out")
 
 
 def prepare(
@@ -86,71 +78,39 @@ def prepare(
 ) -> dict[str, Any]:
     """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options."""
     import datasets
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
-    if list(sources) == ["c4"] and not Path("c4").exists() and not valid and valid_share is None:
+    if list(sources) == ["c4"] and not valid and valid_share is None:
         valid = ["c4"]
-    if (valid and valid_share) or (valid_tokens and not valid):
-        raise DataError("the validation set is --valid SOURCE (with --valid-tokens) or --valid-share: give one of them")
-    if valid_share is not None and not 0 <= valid_share < 1:
-        raise DataError(f"--valid-share takes a share of the documents from 0 to below 1, not {valid_share:g}")
     groups = {"valid": find_groups(valid or (), key, "validation")}
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
     groups["train"] = find_groups(sources, key, "train", leave_out=apart)
-    files = {side: [name for group in found for name in group.files] for side, found in groups.items()}
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     settings: dict[str, Any] = {
-        **{side: [[name, file_bytes(name)] for name in names] for side, names in files.items()},
+        **{side: [[name, file_bytes(name)] for one in found for name in one.files] for side, found in groups.items()},
         "tokenizer": loaded.sha256 if loaded else train_tokenizer,
-        "key": key,
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
-        "tokens": tokens,
-        "valid_tokens": valid_tokens,
-    }
-    if (out / MANIFEST).exists():
-        return _finished(out, settings)
-    made = [f"{side}{ending}" for side in groups for ending in ENDINGS] + ["tokenizer.model"] * bool(train_tokenizer)
-    if there := [name for name in made if (out / name).exists()]:
-        raise DataError(f"{out / there[0]} is there without a {MANIFEST}: give another --out, or move it away")
+        "key": key, "tokens": tokens, "valid_tokens": valid_tokens,
+    }  # fmt: skip
+    if (out / indexed.MANIFEST).exists():
+        manifest: dict[str, Any] = json.loads((out / indexed.MANIFEST).read_text())
+        if manifest.get("settings") != settings:
+            raise DataError(f"{out} has a set of other settings or sources: give another --out, or remove it")
+        if changed := indexed.find_changed(out, manifest):
+            raise DataError(f"{changed} is not the file that {indexed.MANIFEST} describes: remove {out} and repeat")
+        return manifest
+    if there := [f"{side}{ending}" for side in groups for ending in ENDINGS if (out / f"{side}{ending}").exists()]:
+        raise DataError(f"{out / there[0]} is there without a {indexed.MANIFEST}: give another --out, or move it away")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(cache / "lock", timeout=0):
-            loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
-            manifest = _write_pairs(groups, loaded, settings, cache, workers)
-            (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-            for name in (*manifest["files"], MANIFEST):
-                (cache / name).replace(out / name)
-            for side in groups:  # Megatron's indices of a set that was here before
-                shutil.rmtree(out / side / "cache", ignore_errors=True)
-            shutil.rmtree(cache)
-    except Timeout:
-        raise DataError(f"another process prepares {out}: wait for its end, or give another --out") from None
-    except DataError:
-        if not any(cache.rglob("cache-*.arrow")):  # nothing is tokenized that the same command would go on from
-            shutil.rmtree(cache)
-            with contextlib.suppress(OSError):  # something else is in the folder
-                out.rmdir()
-        raise
-    return manifest
-
-
-def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a finished set, if it was made with the same settings and its files are there."""
-    try:
-        manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
-        differ = [name for name, value in settings.items() if manifest.get("settings", {}).get(name) != value]
-        changed = not differ and find_changed(out, manifest)
-    except (ValueError, LookupError, AttributeError, TypeError):
-        raise DataError(f"{out / MANIFEST} is not that of a prepared set: give another --out") from None
-    if differ:
-        raise DataError(f"{out} has a set of other settings ({differ[0]} differs): give another --out, or remove it")
-    if changed:
-        raise DataError(f"{changed} is not the file that {MANIFEST} describes: remove {out}, and prepare it again")
+    with FileLock(cache / "lock", timeout=0):  # one process prepares a set
+        loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
+        manifest = _write_pairs(groups, loaded, settings, cache, workers)
+        indexed.publish(cache, out, manifest)
     return manifest
 
 
@@ -159,10 +119,10 @@ def _train_on_sample(groups: list[Group], vocab_size: int, cache: Path) -> Token
     chosen = groups[:: -(-len(groups) // _SAMPLE_GROUPS)]
     texts: list[str] = []
     for group in chosen:
-        data, left = load_group(group, cache), _SAMPLE_CHARACTERS // len(chosen)
-        for number in random.Random(0).sample(range(len(data)), len(data)):
-            some = texts_of(group, data[number : number + 1], [number])
-            texts += [text[:left] for text in some]
+        left = _SAMPLE_CHARACTERS // len(chosen)
+        for rows in load_group(group, cache).shuffle(seed=0).iter(batch_size=1):
+            some = texts_of(group, rows)
+            texts += some
             left -= sum(map(len, some))
             if left <= 0:
                 break
@@ -184,18 +144,16 @@ def _write_pairs(
     for writer in writers.values():
         writer.close()
     if not writers["train"].tokens:
-        raise DataError(f"there is no text in {', '.join(group.name for group in groups['train'])}")
+        raise DataError(f"there is no text for training in {', '.join(group.name for group in groups['train'])}")
     names = [f"{side}{ending}" for side, writer in writers.items() if writer.tokens for ending in ENDINGS]
     names += ["tokenizer.model"] if Path(tokenizer.source).parent == cache else []
     return {
         "made_by": f"simreg-megatron {__version__}",
         "documents": {side: writer.documents for side, writer in writers.items()},
         "tokens": {side: writer.tokens for side, writer in writers.items()},
-        "empty_documents": sum(writer.empty_documents for writer in writers.values()),
         **tokenizer.describe(),
-        "libraries": {name: metadata.version(name) for name in ("datasets", "sentencepiece", "tokenizers")},
         "settings": settings,
-        "files": describe_files(cache, names),
+        "files": indexed.describe_files(cache, names),
     }
 
 
@@ -204,37 +162,30 @@ def _documents(
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the ids of each document, end-of-text included, and whether it is for validation."""
     from datasets import Features, Sequence, Value
-    from multiprocess import TimeoutError
 
+    dtype = indexed.token_dtype(tokenizer.vocab_size)
     for group in groups:
         print(f"> {group.name}", flush=True)
         data = load_group(group, cache)
-        try:
-            encoded = data.map(
-                _encode,
-                batched=True,
-                batch_size=200,
-                with_indices=True,
-                num_proc=workers if workers > 1 else None,
-                remove_columns=data.column_names,
-                features=Features({"ids": Sequence(Value(token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
-                fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
-            )
-        except TimeoutError as error:  # Ctrl-C, and then datasets has no patience with its workers
-            raise error.__context__ or error from None
+        encoded = data.map(
+            _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None,
+            features=Features({"ids": Sequence(Value(dtype)), "valid": Value("bool")}),
+            fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
+            remove_columns=data.column_names,
+        )  # fmt: skip
         for table in encoded.with_format("arrow").iter(batch_size=1000):
             for ids, is_valid in zip(table["ids"], table["valid"], strict=True):
                 yield ids.values.to_numpy(), is_valid.as_py()
 
 
-def _encode(
-    rows: dict[str, list[Any]], numbers: Sequence[int], *, group: Group, tokenizer: tuple[str, str], share: float
-) -> dict[str, list[Any]]:
+def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, str], share: float) -> dict[str, Any]:
     """Tokenize some rows. `datasets` finds earlier results by the arguments: the tokenizer's hash is one of them."""
-    texts = texts_of(group, rows, numbers)
+    texts = texts_of(group, rows)
     loaded = _load_once(*tokenizer)
     ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
-    return {"ids": ids, "valid": [_is_validation(text, share) for text in texts]}
+    # A hash of the text decides, so that a document stays on its side when others come, and duplicates with it.
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    return {"ids": ids, "valid": [int.from_bytes(each, "big") < share * 2**64 for each in hashes]}
 
 
 @lru_cache(maxsize=1)
@@ -243,7 +194,106 @@ def _load_once(source: str, sha256: str) -> Tokenizer:
     return load_tokenizer(source)
 
 
-def _is_validation(text: str, share: float) -> bool:
-    """Decide by a hash of the text, so that a document stays on its side when others come, and duplicates with it."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+@dataclass(frozen=True)
+class Group:
+    """Files of one kind that are read and tokenized together."""
+
+    kind: str
+    files: tuple[str, ...]
+    key: str
+
+    @property
+    def name(self) -> str:
+        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1:,} more"
+
+
+def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
+    """Return the files of the sources in their order, those of folders sorted, in groups of one kind and 1 GiB.
+
+    A source is a file, a folder, `c4`, or `hf:NAME[:CONFIG][@REVISION]`, of which `split` is taken; one without
+    anything to read is a DataError. `leave_out` has real paths of files to pass over.
+    """
+    groups: list[tuple[str, list[str]]] = []
+    room = 0
+    for source in sources:
+        found = [name for name in _files_of(source, split) if _kind(name)]
+        if not found:
+            raise DataError(f"{source} has nothing to read: give {READABLE}")
+        for name in (each for each in found if os.path.realpath(each) not in leave_out):
+            room -= file_bytes(name)
+            if not groups or groups[-1][0] != _kind(name) or room < 0:
+                groups.append((_kind(name), []))
+                room = _GROUP_BYTES - file_bytes(name)
+            groups[-1][1].append(name)
+    return [Group(kind, tuple(files), key) for kind, files in groups]
+
+
+def _files_of(source: str, split: str) -> list[str]:
+    path = Path(source)
+    if path.is_dir():  # without what is hidden, and .json, which mostly describes other files
+        below = sorted(each for each in path.rglob("*") if each.is_file() and each.suffix != ".json")
+        return [str(each) for each in below if "/." not in f"/{each.relative_to(path)}"]
+    if source == "c4" or source.startswith("hf:"):
+        import datasets
+
+        name, _, revision = ("allenai/c4:en" if source == "c4" else source[3:]).partition("@")
+        name, _, configuration = name.partition(":")
+        builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
+        return [str(file) for file in builder.config.data_files.get(split, ())]  # at the commit that it has now
+    return [source] if path.is_file() else []
+
+
+def _kind(name: str) -> str:
+    return _KINDS.get(Path(re.sub(r"\.(gz|zst)$", "", name)).suffix, "")
+
+
+def file_bytes(name: str) -> int:
+    """Return the size of a file; 1 GiB for one of the Hub, whose size is not known."""
+    return _GROUP_BYTES if "://" in name else Path(name).stat().st_size
+
+
+def load_group(group: Group, cache: Path) -> Any:
+    """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column."""
+    import datasets
+
+    for name in group.files:
+        if name.endswith(".zst") and "://" not in name:
+            _refuse_cut(name)
+    options: dict[str, Any] = {"path": "parquet", "columns": [group.key], "batch_size": 1000}
+    if group.kind != "parquet":
+        features = datasets.Features({"text": datasets.Value("large_string")})
+        options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig", "features": features}
+    try:
+        return datasets.load_dataset(**options, data_files=list(group.files), split="train", cache_dir=str(cache))
+    except Exception as error:  # of many types; the cause of a DatasetGenerationError says what is wrong
+        raise DataError(f"{group.name} cannot be read: {error.__cause__ or error!r}") from None
+
+
+def _refuse_cut(name: str) -> None:
+    """Refuse a .zst file that ends inside a frame: its reader takes that for the end of the text."""
+    import zstandard
+
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    with open(name, "rb") as file:
+        while block := frame.unused_data or file.read(1 << 17):
+            frame = zstandard.ZstdDecompressor().decompressobj() if frame.eof else frame
+            frame.decompress(block)
+    if not frame.eof:
+        raise DataError(f"{name} ends in the middle of a frame: copy it again")
+
+
+def texts_of(group: Group, rows: dict[str, list[Any]]) -> list[str]:
+    """Return the texts of some rows of a group; blank lines have none, and any other without one is a DataError."""
+    texts = []
+    for row in rows[group.key if group.kind == "parquet" else "text"]:
+        if group.kind == "line" and (not row or row.isspace()):
+            continue
+        try:
+            text = json.loads(row)[group.key] if group.kind == "line" else row
+            text.encode()  # half of a surrogate pair is no text
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{group.name}: expected a text under the key {group.key!r} (--key), got {str(row)[:80]!r} ({error!r})"
+            ) from None
+        texts.append(text)
+    return texts

@@ -26,12 +26,6 @@ _PROBE = (
 )
 _FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
 _SPACE = "\u2581"  # sentencepiece's sign for a space
-_SAMPLES = (
-    "  leading and  double spaces, a tab\tand a trailing one ",
-    "def f(x):\n    return [x ** 2, {'a': \"b\"}]  # 3.14159\n\n\nend",
-    "\u00fcn\u00efc\u00f6d\u00e9 \u6f22\u5b57 \U0001f600 \u00a0non-breaking",
-    "<s> </s> <unk> as plain text",
-)
 
 
 @dataclass(frozen=True)
@@ -48,27 +42,19 @@ class Tokenizer:
     def describe(self) -> dict[str, Any]:
         """Return what the manifest of a set has of its tokenizer."""
         return {
-            "dtype": token_dtype(self.vocab_size), "vocab_size": self.vocab_size,
-            "eos_id": self.eos_id, "bos_id": self.bos_id,
-            "tokenizer_name": Path(self.source).name, "tokenizer_sha256": self.sha256,
+            "dtype": token_dtype(self.vocab_size), "vocab_size": self.vocab_size, "eos_id": self.eos_id,
+            "bos_id": self.bos_id, "tokenizer_name": Path(self.source).name, "tokenizer_sha256": self.sha256,
         }  # fmt: skip
 
 
 def load_tokenizer(source: str) -> Tokenizer:
     """Load a sentencepiece `.model` file, or a Hugging Face folder or name; a DataError if it is of no use."""
-    path, is_sentencepiece = Path(source), source.endswith(".model")
-    give = "give a sentencepiece .model, or a Hugging Face folder or name"
-    if path.is_file() and not is_sentencepiece:
-        raise DataError(f"{source} is a file, but not a .model: {give}")
-    if not path.exists() and (is_sentencepiece or path.is_absolute() or source.startswith(".")):
-        raise DataError(f"the tokenizer {source} does not exist: {give}")
     try:
-        found = _load_sentencepiece(source) if is_sentencepiece else _load_hugging_face(source)
-    except (DataError, ImportError):
+        found = _load_sentencepiece(source) if source.endswith(".model") else _load_hugging_face(source)
+    except ImportError:
         raise
-    except Exception as error:  # both libraries raise errors of any type for a damaged file
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise DataError(f"{source} cannot be loaded as a tokenizer ({reason}): {give}") from None
+    except Exception as error:  # both libraries raise errors of any type
+        raise DataError(f"{source} cannot be loaded as a tokenizer, a .model or a folder or name: {error}") from None
     if found.eos_id < 0:
         raise DataError(f"the tokenizer {source} has no end-of-text token, which closes each document: name one in it")
     return found
@@ -79,7 +65,6 @@ def _load_sentencepiece(source: str) -> Tokenizer:
 
     model = sentencepiece.SentencePieceProcessor(model_file=source)
     size, bos = model.get_piece_size(), model.bos_id()
-    model.id_to_piece(list(range(size)))  # damaged pieces are noticed here
     return Tokenizer(
         source, sha256(Path(source)), size, model.eos_id(), None if bos < 0 else bos,
         lambda texts: model.encode(list(texts), num_threads=1),
@@ -89,22 +74,15 @@ def _load_sentencepiece(source: str) -> Tokenizer:
 def _load_hugging_face(source: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    is_local = Path(source).is_dir()
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir(), trust_remote_code=False)
     probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # as Megatron does
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    size, largest = len(tokenizer), vocabulary[-1][1]
-    if largest >= size:  # Megatron makes as many rows as there are tokens
-        raise DataError(
-            f"the tokenizer {source} has {size:,} tokens and gives one of them the id {largest:,}, for which a model "
-            "of that many has no row: fill the gaps of its vocabulary with unused tokens"
-        )
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
     as_text = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # of any length
     return Tokenizer(
-        source, digest, size, -1 if eos is None else eos, bos,
+        source, digest, len(tokenizer), -1 if eos is None else eos, bos,
         lambda texts: tokenizer(list(texts), **as_text).input_ids if texts else [],
     )  # fmt: skip
 
@@ -113,9 +91,6 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **op
     """Train byte pairs on a fixed random draw of the texts: ids 0 unknown, 1 begin, 2 end of text; every byte is one.
 
     `options` are sentencepiece's, which writes those given into the model, so that its bytes depend on them.
-
-    Raises:
-        DataError: the texts yield fewer than `vocab_size` pieces.
     """
     import sentencepiece
 
@@ -130,29 +105,27 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **op
         if characters >= _SAMPLE_CHARACTERS:
             break
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
-            byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2, **options,
-        )  # fmt: skip
-    except RuntimeError as error:  # the reason stands behind the line of sentencepiece's source
-        reason = str(error).rpartition("] ")[2].strip()
-        raise DataError(f"no tokenizer of {vocab_size} pieces could be trained on this text: {reason}") from None
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
+        byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2, **options,
+    )  # fmt: skip
     output.write_bytes(model.getvalue())
 
 
-def check_size(args: argparse.Namespace, num_rows: int, size: int, given: str) -> None:
-    """Refuse a `size` without padding that is not that of training: the exported model would write nonsense."""
+def check_size(args: argparse.Namespace, num_rows: int, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that is not that of training: the exported model would write nonsense."""
     # Rows are padded to a multiple of this; an imported checkpoint does not say how, so any number may be.
     multiple = getattr(args, "make_vocab_size_divisible_by", 0) * args.tensor_model_parallel_size or num_rows
     is_sentencepiece = "SentencePiece" in str(args.tokenizer_type)  # to which Megatron up to 0.15 appended tokens
     added = 7 + (getattr(args, "vocab_extra_ids", 0) or 0) if is_sentencepiece else 0
-    if not num_rows - multiple - added < size <= num_rows:
+    source, trained = Path(tokenizer.source), Path(getattr(args, "tokenizer_model", None) or ".")
+    is_other = source.is_file() and trained.is_file() and source.read_bytes() != trained.read_bytes()
+    if is_other or not num_rows - multiple - added < tokenizer.vocab_size <= num_rows:
         raise CheckpointError(
-            f"{given} has {size} tokens, which Megatron does not pad to the checkpoint's {num_rows} rows: give the "
-            f"tokenizer of training ({getattr(args, 'tokenizer_model', None)}), or leave it out to keep all rows"
+            f"{source} with {tokenizer.vocab_size} tokens is not the tokenizer of training ({trained}; padded to "
+            f"{num_rows} rows): give that one, or none to keep all rows"
         )
 
 
@@ -165,7 +138,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         shutil.copyfile(source, folder / "tokenizer.model")
         _convert(tokenizer, folder)
         return
-    for path in (path for pattern in _FILES for path in source.glob(pattern) if path.is_file()):
+    for path in (path for pattern in _FILES for path in source.glob(pattern)):
         shutil.copyfile(path, folder / path.name)
     with contextlib.suppress(DataError):
         if load_tokenizer(str(folder)).sha256 == tokenizer.sha256:
@@ -181,27 +154,24 @@ def _convert(tokenizer: Tokenizer, folder: Path) -> None:
     from tokenizers import normalizers
 
     model = SentencePieceProcessor(model_file=tokenizer.source)
-    texts = [*_SAMPLES, *(f"a{model.id_to_piece(i)}b".replace(_SPACE, " ") for i in range(tokenizer.vocab_size))]
-    try:
-        llama = transformers.LlamaTokenizerFast.from_pretrained(folder, local_files_only=True, add_bos_token=False)
-        fast = llama.backend_tokenizer
-        steps = [normalizers.Prepend(_SPACE)] if model.encode("a", out_type=str)[0].startswith(_SPACE) else []
-        fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-        fast.pre_tokenizer = None
-        tokens = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
-        special = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False,
-            split_special_tokens=True, **special,  # a "</s>" in a text stays text
-        ).save_pretrained(folder)  # fmt: skip
-        config = folder / "tokenizer_config.json"
-        entries = {**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}  # known to release 4
-        config.write_text(json.dumps(entries, indent=2) + "\n")
-        written = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        is_exact = written(texts, add_special_tokens=False).input_ids == tokenizer.encode(texts)
-    except Exception as error:
-        raise CheckpointError(f"{tokenizer.source} cannot be converted ({type(error).__name__}: {error})") from None
-    if not is_exact:
+    pieces = (model.id_to_piece(number).replace(_SPACE, " ") for number in range(tokenizer.vocab_size))
+    texts = [f"  {_PROBE} <s> </s> <unk> as plain text ", *(f"a{piece}b" for piece in pieces)]
+    llama = transformers.LlamaTokenizerFast.from_pretrained(folder, local_files_only=True, add_bos_token=False)
+    fast = llama.backend_tokenizer
+    steps = [normalizers.Prepend(_SPACE)] if model.encode("a", out_type=str)[0].startswith(_SPACE) else []
+    fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    fast.pre_tokenizer = None
+    tokens = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+    special = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False,
+        split_special_tokens=True, **special,  # a "</s>" in a text stays text
+    ).save_pretrained(folder)  # fmt: skip
+    config = folder / "tokenizer_config.json"
+    entries = {**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}  # known to release 4
+    config.write_text(json.dumps(entries, indent=2) + "\n")
+    written = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if written(texts, add_special_tokens=False).input_ids != tokenizer.encode(texts):
         raise CheckpointError(
             f"transformers would tokenize some texts differently from {tokenizer.source}: convert it yourself and give "
             "the folder with its tokenizer.json"

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from simreg_megatron.tools import import_hf
-from simreg_megatron.tools.hf_layout import shapes_of
+from simreg_megatron.tools.export_hf import shapes_of
 
 _SIZES = {
     "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -30,8 +30,8 @@ def saved(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
     return cache(lambda model: Saved(tmp_path_factory.mktemp(model), data_flags, model))
 
 
-def exported(load: Path, save: Path, **options) -> Path:
-    export(checkpoint_folder(load), save, **options)
+def exported(load: Path, save: Path) -> Path:
+    export(checkpoint_folder(load), save)
     return save
 
 
@@ -132,12 +132,12 @@ def test_the_exported_model_computes_what_megatrons_does(model: str, saved, tmp_
 
 
 def test_the_command_exports(saved, text: BuiltinCorpus, tmp_path: Path) -> None:
-    words = ["export-hf", "--load", saved("moe").trained(), "--save", tmp_path / "model", "--dtype", "bf16"]
+    words = ["export-hf", "--load", saved("moe").trained(), "--save", tmp_path / "model"]
     words += ["--tokenizer", text.tokenizer_model]
     done = runs.forked(_command, [str(word) for word in words], folder=tmp_path)
     assert done.status == 0, done.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert model.dtype == torch.bfloat16 and type(model).__name__ == "MixtralForCausalLM"
+    assert model.dtype == torch.float32 and type(model).__name__ == "MixtralForCausalLM"
 
 
 def tiny_llama(folder: Path, dtype: torch.dtype, rows: int) -> Path:
@@ -168,12 +168,12 @@ def test_megatron_trains_from_an_imported_model(layout: str, dtype, rows: int, d
         more += ("--make-vocab-size-divisible-by", str(rows))
     of = Saved(tmp_path / "runs", data_flags, "gqa", more)
     load = of.again(layout, load=tmp_path / "imported")
-    back = exported(load, tmp_path / "back", vocab_size=rows)
+    back = exported(load, tmp_path / "back")
     truth = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").state_dict()
     found = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto").state_dict()
     assert found.keys() == truth.keys() and found["lm_head.weight"].dtype == dtype
     for name, tensor in truth.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(found[name][: len(tensor)], tensor), name
     assert len(read(checkpoint_folder(load))[1]["output_layer.weight"]) >= max(rows, 512)
 
 

