@@ -20,7 +20,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron.config import __version__
 from simreg_megatron.tools import builtin_corpus, indexed
 from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter
 from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
@@ -78,10 +77,12 @@ def prepare(
 ) -> dict[str, Any]:
     """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options."""
     import datasets
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     if list(sources) == ["c4"] and not valid and valid_share is None:
         valid = ["c4"]
+    if valid_tokens and not valid:
+        raise DataError("--valid-tokens has no effect without --valid: name the texts for validation, or drop it")
     groups = {"valid": find_groups(valid or (), key, "validation")}
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
     groups["train"] = find_groups(sources, key, "train", leave_out=apart)
@@ -105,12 +106,14 @@ def prepare(
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    cache = out / "cache"
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / "lock", timeout=0):  # one process prepares a set
-        loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
-        manifest = _write_pairs(groups, loaded, settings, cache, workers)
-        indexed.publish(cache, out, manifest)
+    (cache := out / "cache").mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(cache / "lock", timeout=0):
+            loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
+            manifest = _write_pairs(groups, loaded, settings, cache, workers)
+            indexed.publish(cache, out, manifest)
+    except Timeout:
+        raise DataError(f"another process prepares {out}: wait for its end, or give another --out") from None
     return manifest
 
 
@@ -148,7 +151,6 @@ def _write_pairs(
     names = [f"{side}{ending}" for side, writer in writers.items() if writer.tokens for ending in ENDINGS]
     names += ["tokenizer.model"] if Path(tokenizer.source).parent == cache else []
     return {
-        "made_by": f"simreg-megatron {__version__}",
         "documents": {side: writer.documents for side, writer in writers.items()},
         "tokens": {side: writer.tokens for side, writer in writers.items()},
         **tokenizer.describe(),
@@ -256,9 +258,8 @@ def load_group(group: Group, cache: Path) -> Any:
     """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column."""
     import datasets
 
-    for name in group.files:
-        if name.endswith(".zst") and "://" not in name:
-            _refuse_cut(name)
+    for name in (each for each in group.files if each.endswith(".zst") and "://" not in each):
+        _refuse_cut(name)
     options: dict[str, Any] = {"path": "parquet", "columns": [group.key], "batch_size": 1000}
     if group.kind != "parquet":
         features = datasets.Features({"text": datasets.Value("large_string")})

@@ -60,7 +60,7 @@ LAW = {
     "pretrain": room("config plugin", "torch megatron"),
     "__main__": room("cpu plugin", "megatron"),
     "tools": room(
-        "config cpu notices",
+        "cpu notices",
         "torch megatron numpy datasets sentencepiece transformers tokenizers safetensors huggingface_hub lm_eval "
         "filelock matplotlib tensorboard zstandard",
     ),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from simreg_megatron import cli
 from simreg_megatron.tools import indexed, prepare_data
@@ -171,7 +171,7 @@ def test_what_is_no_text_is_refused_in_one_sentence(tmp_path: Path, name: str, c
 
 def test_one_process_prepares_a_set(tmp_path: Path) -> None:
     (tmp_path / "out/cache").mkdir(parents=True)
-    with FileLock(tmp_path / "out/cache/lock"), pytest.raises(Timeout):
+    with FileLock(tmp_path / "out/cache/lock"), pytest.raises(DataError, match="another process prepares"):
         prepare([str(FIXTURES)], tmp_path / "out", tokenizer=MODEL)
 
 
