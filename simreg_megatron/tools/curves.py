@@ -145,10 +145,15 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
         axes.set(xlabel="training step", ylabel=unit)
         axes.set_title(name, fontsize=11, loc="left")
         axes.grid(color="0.9", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
         drawn = [(place, run) for place, run in enumerate(runs) if tag in run.scalars]
         ends: list[Any] = [run.last(tag) if tag == VALIDATION_LOSS else run.mean_of_end(tag) for _, run in drawn]
         for (place, run), end in zip(drawn, ends, strict=True):
             steps, values = run.scalars[tag]
+            if len(values) > 100:  # pale, with their running mean on top
+                axes.plot(steps, values, color=f"C{place}", alpha=0.2, linewidth=0.8)
+                window = len(values) // 20
+                steps, values = steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid")
             (lines[run.name],) = axes.plot(steps, values, color=f"C{place}", linewidth=1.8)
             where, side = (steps[-1], values[-1]), "bottom" if end == max(ends) else "top"  # so that two stay apart
             axes.annotate(f"{end:.4g}", where, (4, 0), textcoords="offset points", color=f"C{place}", va=side)
