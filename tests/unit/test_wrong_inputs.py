@@ -239,7 +239,6 @@ simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | --
 simreg-megatron data prepare few.jsonl --tokenizer TOK | the following arguments are required: --out
 simreg-megatron data prepare none.jsonl --out n --tokenizer TOK | error: none.jsonl has nothing to read: give a .jsonl
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl --valid-share 0.1 | not allowed with
-simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-share 2 | error: there is no text for training
 simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet cannot be read: Arrow
 simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
 simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
