@@ -197,7 +197,7 @@ def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callab
                 for difference in differences(checkpoint_args, compat.arguments()):
                     log_once(f"SimReg: {difference}")
             except Exception as error:  # a damaged record may be anything
-                warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}), those of the flags hold")
+                warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")
         return check_checkpoint_args(checkpoint_args, *args, **kwargs)
 
     return compared

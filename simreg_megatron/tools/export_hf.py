@@ -111,7 +111,7 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
     config = make_config(args, loaded.vocab_size if loaded else len(embedding), loaded)
     head = stored.get("output_layer.weight")
     if config.tie_word_embeddings and not (head is None or head.equal(embedding)):
-        raise CheckpointError(f"{folder} says that the head is the embedding, but output_layer.weight is another one")
+        raise CheckpointError(f"{folder} says that the head is the embedding, but output_layer.weight differs from it")
     weights: dict[str, Tensor] = {}
     for key in list(stored):
         for name, weight in convert(key, stored.pop(key), config):
@@ -171,7 +171,8 @@ def refuse_others(args: argparse.Namespace) -> None:
     if args.num_experts and set(str(getattr(args, "moe_layer_freq", 1))) - set("1,[] "):
         wrong.append("moe_layer_freq")
     if wrong:
-        raise CheckpointError(f"the model has {wrong[0]} = {getattr(args, wrong[0])}, which transformers has not")
+        what = f"{wrong[0]} = {getattr(args, wrong[0])}"
+        raise CheckpointError(f"the model has {what}, which transformers' LLaMA and Mixtral do not support")
 
 
 def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Any:

@@ -64,7 +64,7 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     check_shapes(weights, config, folder)
     if not (head is None or head.equal(weights["model.embed_tokens.weight"])):
-        raise CheckpointError(f"{folder} says that the head is the embedding (tie_word_embeddings) and has another")
+        raise CheckpointError(f"{folder} ties the head to the embedding (tie_word_embeddings), but lm_head differs")
     dtype = weights["model.norm.weight"].dtype
     for name, tensor in weights.items():
         if tensor.dtype != dtype or dtype not in (torch.float32, torch.bfloat16, torch.float16):

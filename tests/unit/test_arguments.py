@@ -204,6 +204,6 @@ class TestAnUnreadableRecord:
     @pytest.mark.parametrize(("record", "name", "line"), RECORDS)
     def test_a_run_resumes_and_says_so(self, record, name, line, monkeypatch) -> None:
         for flags in ("", line):
-            with pytest.warns(UserWarning, match=f"settings of {name} cannot be read .* those of the flags") as caught:
+            with pytest.warns(UserWarning, match=f"settings of {name} cannot be read .* the flags decide") as caught:
                 assert self.resume(record, flags, monkeypatch) == "goes on"
             assert len(caught) == 1 and str(caught[0].message).isprintable()

@@ -85,7 +85,7 @@ def test_a_tied_model_with_a_head_of_its_own(is_equal: bool, tmp_path: Path, cap
         assert load_file(tmp_path / "back" / "model.safetensors").keys() == weights.keys()
     else:
         sentence = refused(model, capsys)
-        assert "says that the head is the embedding (tie_word_embeddings) and has another" in sentence
+        assert "ties the head to the embedding (tie_word_embeddings), but lm_head differs" in sentence
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
