@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`simreg-megatron data corpus-builtin`: a corpus without a download, from the docstrings of the installed libraries.
 
-A document is a module. Sources are parsed by `ast`, never imported. A docstring that appeared before (inherited,
-copied, vendored) is left out, so that none is on both sides of a split. One process builds and others wait.
+A document is a module. Sources are parsed, never imported. A docstring that appeared before (inherited, copied,
+vendored) is left out, so that none is on both sides of a split.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def ensure_builtin_corpus(
 ) -> BuiltinCorpus:
     """Return the corpus in `directory`, built now unless it is there already; many processes may ask at once.
 
-    `roots` are the library folders to read: by default those of the running interpreter. A DataError if the directory
-    holds another set.
+    `roots` are the library folders to read: by default those of the running interpreter.
     """
     from filelock import FileLock
 
@@ -76,29 +75,24 @@ def ensure_builtin_corpus(
     packages = sorted({f"{one.name}=={one.version}" for one in importlib.metadata.distributions(path=folders)})
     decides_the_text = [_FORMAT, sys.version, folders, vocab_size, _MOST_CHARACTERS, packages]
     fingerprint = hashlib.sha256(json.dumps(decides_the_text).encode()).hexdigest()
-    if not _is_whole(directory, fingerprint):
+    if not (manifest := _read_manifest(directory, fingerprint)):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{directory}.lock"):
-            if not _is_whole(directory, fingerprint):  # another process may have built it meanwhile
-                _build(directory, roots, vocab_size, fingerprint)
-    train, valid, model = (directory / name for name in ("train", "valid", "tokenizer.model"))
-    return BuiltinCorpus(directory, train, valid, model, _read_manifest(directory))
+        with FileLock(f"{directory}.lock"):  # another process may have built it meanwhile
+            manifest = _read_manifest(directory, fingerprint) or _build(directory, roots, vocab_size, fingerprint)
+    return BuiltinCorpus(directory, *(directory / name for name in ("train", "valid", "tokenizer.model")), manifest)
 
 
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a built-in corpus in the folder, or an empty one."""
+def _read_manifest(directory: Path, fingerprint: str = "") -> dict[str, Any]:
+    """Return the manifest of a built-in corpus in the folder, of a whole one with this fingerprint if given, or {}."""
     path = directory / MANIFEST
     manifest = dict(json.loads(path.read_text())) if path.is_file() else {}
-    return manifest if set(manifest.get("files", ())) == set(_FILES) and "fingerprint" in manifest else {}
+    if "fingerprint" not in manifest or set(manifest.get("files", ())) != set(_FILES):
+        return {}
+    is_it = manifest["fingerprint"] == fingerprint and find_changed(directory, manifest) is None
+    return manifest if is_it or not fingerprint else {}
 
 
-def _is_whole(directory: Path, fingerprint: str) -> bool:
-    """Return whether the corpus that would be built now is there."""
-    manifest = _read_manifest(directory)
-    return manifest.get("fingerprint") == fingerprint and find_changed(directory, manifest) is None
-
-
-def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str) -> None:
+def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str) -> dict[str, Any]:
     if not _read_manifest(directory) and any((directory / name).exists() for name in (*_FILES, MANIFEST)):
         raise DataError(f"{directory} has another set: name another folder, or remove this one")
     print("> corpus: reading the documentation of the installed libraries (about a minute in all)", flush=True)
@@ -109,8 +103,7 @@ def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint:
         characters += len(text)
         if characters >= _MOST_CHARACTERS:
             break
-    work = directory / "cache"
-    work.mkdir(parents=True, exist_ok=True)
+    (work := directory / "cache").mkdir(parents=True, exist_ok=True)
     print(f"> corpus: training a tokenizer of {vocab_size} pieces and tokenizing {characters:,} characters", flush=True)
     train_tokenizer(sides["train"], work / "tokenizer.model", vocab_size=vocab_size)
     counts = {side: write_pair(work / side, texts, work / "tokenizer.model") for side, texts in sides.items()}
@@ -118,10 +111,10 @@ def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint:
         "fingerprint": fingerprint,
         "documents": {side: documents for side, (documents, _) in counts.items()},
         "tokens": {side: tokens for side, (_, tokens) in counts.items()},
-        **load_tokenizer(str(work / "tokenizer.model")).describe(),
-        "files": describe_files(work, _FILES),
-    }
+        **load_tokenizer(str(work / "tokenizer.model")).describe(), "files": describe_files(work, _FILES),
+    }  # fmt: skip
     publish(work, directory, manifest)
+    return manifest
 
 
 def write_pair(prefix: Path, texts: Sequence[str], tokenizer: str | Path) -> tuple[int, int]:
@@ -166,11 +159,10 @@ def _docstrings(path: Path) -> list[str]:
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return []
     if "pydoc_data" in path.parts:  # the language reference, kept as one dictionary of strings
-        constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-        texts = [value for value in constants if isinstance(value, str)]
+        found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     else:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
-        texts = [text for text in (ast.get_docstring(node, clean=False) for node in nodes) if text]
-    in_ascii = (text for text in map(inspect.cleandoc, texts) if len(text) >= _SHORTEST and text.isascii())
+        found = [ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)]
+    texts = (inspect.cleandoc(text) for text in found if isinstance(text, str))
+    in_ascii = (text for text in texts if len(text) >= _SHORTEST and text.isascii())
     return [text for text in in_ascii if sum(map(len, _WORD.findall(text))) > 0.55 * len(text)]  # prose, not tables

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the folder of a checkpoint, check its pickles, and make folders that appear only when they are complete.
 
-A pickle names the functions and classes that it calls. Before torch or Megatron loads one, the names are read without
-executing anything and compared with a list of those that Megatron's checkpoints need. Tensors need no check: torch
-reads them with `weights_only=True`.
+A pickle names what it calls. Before torch or Megatron loads one, the names are read without executing anything and
+compared with a list of those that Megatron's checkpoints need. Tensors need no check: torch reads them with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 from simreg_megatron.notices import SentenceError
 
@@ -51,7 +51,6 @@ def checkpoint_folder(load: Path, step: int | None = None) -> Path:
 
 
 def refuse_taken(save: Path) -> None:
-    """Refuse to write over what is there."""
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise CheckpointError(f"{save} already exists: name a new folder, or remove it first")
 
@@ -100,7 +99,7 @@ def check_archive(data: bytes, where: str) -> None:
 
     reader = torch._C.PyTorchFileReader(io.BytesIO(data))
     if "constants.pkl" in reader.get_all_records():
-        raise _refused(where, "TorchScript code")
+        _refuse(where, "TorchScript code")
     check_pickle(reader.get_record("data.pkl"), where)
 
 
@@ -112,7 +111,7 @@ def check_pickle(data: bytes, where: str) -> None:
     for value in reader.in_streams:
         content = value[0] if isinstance(value, tuple) else value  # a BytesIO is made of bytes, or of a state with them
         if not isinstance(content, bytes):
-            raise _refused(where, f"a BytesIO of {type(content).__name__}")
+            _refuse(where, f"a BytesIO of {type(content).__name__}")
         if content:
             (check_archive if content.startswith(b"PK") else check_pickle)(content, where)
 
@@ -128,7 +127,7 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if not _ALLOWED.fullmatch(f"{module}.{name}"):
-            raise _refused(self.where, f"{module}.{name}")
+            _refuse(self.where, f"{module}.{name}")
         if name == "BytesIO":
             return type("BytesIO", (_Stub,), {"values": self.in_streams})
         return {"bytes": bytes, "encode": codecs.encode}.get(name, _Stub)  # by which contents of a BytesIO are made
@@ -151,6 +150,6 @@ class _Stub:
     __setitem__ = append = extend = add = __setstate__
 
 
-def _refused(where: str, name: str) -> CheckpointError:
+def _refuse(where: str, name: str) -> NoReturn:
     advice = "it may have been made to run code. Nothing was run; get the checkpoint from where it was trained"
-    return CheckpointError(f"{where} names {name}, which no Megatron checkpoint needs: {advice}")
+    raise CheckpointError(f"{where} names {name}, which no Megatron checkpoint needs: {advice}")

@@ -2,8 +2,7 @@
 """`simreg-megatron export-hf`: write a `torch_dist` checkpoint of a LLaMA or Mixtral as a Hugging Face model.
 
 Megatron stacks the weights of all layers (and experts) under one key. Its QKV matrix holds, for each group of heads,
-the group's queries, its key and its value; its first MLP matrix holds gate, then up. Everything else has another name
-and the same numbers.
+the group's queries, its key and its value; its first MLP matrix holds gate, then up.
 """
 
 from __future__ import annotations
@@ -17,18 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.checkpoints import (
-    CheckpointError,
-    check_checkpoint,
-    checkpoint_folder,
-    new_folder,
-    refuse_taken,
-)
+from simreg_megatron.tools import checkpoints
+from simreg_megatron.tools.checkpoints import CheckpointError
+from simreg_megatron.tools.tokenizers import Tokenizer, check_size, load_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from simreg_megatron.tools.tokenizers import Tokenizer
 
 LLAMA3_ROPE = {  # the only scaling of rotary embeddings that Megatron has; it fixes these numbers
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -41,9 +34,8 @@ SIZES = {  # Megatron's argument: the setting of transformers
 }  # fmt: skip
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
+    "decoder.final_layernorm.weight": "model.norm.weight", "output_layer.weight": "lm_head.weight",
+}  # fmt: skip
 LAYER = {  # Transformer Engine fuses a norm into the layer that follows; `torch_dist` has both names
     "input_layernorm.weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
@@ -63,18 +55,16 @@ _MUST_BE: dict[str, Any] = {
     "softmax_type": "vanilla", "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": 1.0,
     "rope_scaling_factor": 8.0,  # Megatron's scripts never pass another factor to the model
 }  # fmt: skip
-_MUST_NOT_BE = (
-    "apply_layernorm_1p", "layernorm_zero_centered_gamma", "quick_geglu", "glu_linear_offset",
-    "activation_func_clamp_value", "add_bias_linear", "add_qkv_bias", "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor", "no_rope_freq", "qk_layernorm", "qk_l2_norm", "softmax_scale",
-    "attention_output_gate", "window_size", "multi_latent_attention", "experimental_attention_variant",
-    "apply_residual_connection_post_layernorm", "use_mup", "mtp_num_layers", "is_hybrid_model",
-    "hybrid_override_pattern", "hybrid_layer_pattern", "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json", "spec", "moe_router_pre_softmax", "moe_router_num_groups",
-    "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
-    "moe_shared_expert_intermediate_size", "moe_latent_size", "moe_apply_probs_on_input",
-    "moe_mlp_glu_interleave_size", "moe_expert_capacity_factor", "moe_expert_rank_capacity_factor",
-)  # fmt: skip
+_MUST_NOT_BE = """
+    apply_layernorm_1p layernorm_zero_centered_gamma quick_geglu glu_linear_offset activation_func_clamp_value
+    add_bias_linear add_qkv_bias rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq qk_layernorm
+    qk_l2_norm softmax_scale attention_output_gate window_size multi_latent_attention experimental_attention_variant
+    apply_residual_connection_post_layernorm use_mup mtp_num_layers is_hybrid_model hybrid_override_pattern
+    hybrid_layer_pattern heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
+    moe_router_pre_softmax moe_router_num_groups moe_router_group_topk moe_router_topk_limited_devices
+    moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_latent_size moe_apply_probs_on_input
+    moe_mlp_glu_interleave_size moe_expert_capacity_factor moe_expert_rank_capacity_factor
+"""
 _BALANCED_BY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # others change which experts are chosen
 
 
@@ -89,7 +79,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    folder = checkpoint_folder(options.load, options.ckpt_step)
+    folder = checkpoints.checkpoint_folder(options.load, options.ckpt_step)
     export(folder, options.save, options.tokenizer)
     print(f"{options.save}: exported from {folder}")
 
@@ -99,9 +89,7 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
     import torch
     from huggingface_hub import save_torch_state_dict
 
-    from simreg_megatron.tools.tokenizers import check_size, load_tokenizer, write_tokenizer
-
-    refuse_taken(save)
+    checkpoints.refuse_taken(save)
     loaded = load_tokenizer(str(tokenizer)) if tokenizer else None
     args, stored = read(folder)
     refuse_others(args)
@@ -109,17 +97,12 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
     if loaded:
         check_size(args, len(embedding), loaded)
     config = make_config(args, loaded.vocab_size if loaded else len(embedding), loaded)
-    head = stored.get("output_layer.weight")
-    if config.tie_word_embeddings and not (head is None or head.equal(embedding)):
-        raise CheckpointError(f"{folder} says that the head is the embedding, but output_layer.weight differs from it")
     weights: dict[str, Tensor] = {}
     for key in list(stored):
         for name, weight in convert(key, stored.pop(key), config):
             weights[name] = weight.to(embedding.dtype).clone(memory_format=torch.contiguous_format)
-            if not weights[name].isfinite().all():
-                raise CheckpointError(f"{name} is incomplete or holds NaN or infinite numbers (in {embedding.dtype})")
-    check_shapes(weights, config, folder)
-    with new_folder(save) as made:
+    check_weights(weights, config, folder)
+    with checkpoints.new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
         write_config(config, str(embedding.dtype).removeprefix("torch."), made)
         for path in made.glob("*.safetensors"):  # which are made unreadable to others
@@ -138,11 +121,11 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
 
     if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
         raise CheckpointError(
-            f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}. Give the folder that --save "
-            "named, and --ckpt-step. Megatron itself converts the older format torch: load it there with "
-            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
+            f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}. Give the folder that --save named "
+            "and --ckpt-step. Megatron converts the older format torch: load it there with --ckpt-convert-format "
+            "torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
         )
-    check_checkpoint(folder)
+    checkpoints.check_checkpoint(folder)
     tensors, left_out = {}, ("optimizer.", "chained_", "simreg_")
     try:
         with warnings.catch_warnings():
@@ -164,14 +147,14 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
 def refuse_others(args: argparse.Namespace) -> None:
     """Refuse a model that computes something else than transformers' LLaMA and Mixtral."""
     balanced = getattr(args, "moe_router_load_balancing_type", None) or "none"
-    wrong = [name for name in _MUST_NOT_BE if getattr(args, name, None) not in (None, False, 0, "")]
+    wrong = [name for name in _MUST_NOT_BE.split() if getattr(args, name, None) not in (None, False, 0, "")]
     wrong += [name for name, value in _MUST_BE.items() if getattr(args, name, value) not in (None, value)]
     if not set([balanced] if isinstance(balanced, str) else balanced) <= set(_BALANCED_BY):
         wrong.append("moe_router_load_balancing_type")
     if args.num_experts and set(str(getattr(args, "moe_layer_freq", 1))) - set("1,[] "):
         wrong.append("moe_layer_freq")
-    if wrong:
-        what = f"{wrong[0]} = {getattr(args, wrong[0])}"
+    for name in wrong:
+        what = f"{name} = {getattr(args, name)}"
         raise CheckpointError(f"the model has {what}, which transformers' LLaMA and Mixtral do not support")
 
 
@@ -185,8 +168,7 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
         "rms_norm_eps": getattr(args, "layernorm_epsilon", None) or args.norm_epsilon,  # before 0.17, and since
         "rope_theta": float(args.rotary_base or 10000), "pad_token_id": None,
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-        "bos_token_id": tokenizer.bos_id if tokenizer else None,
-        "eos_token_id": tokenizer.eos_id if tokenizer else None,
+        "bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": tokenizer and tokenizer.eos_id,
     }  # fmt: skip
     if getattr(args, "use_rope_scaling", False):
         common["rope_scaling"] = dict(LLAMA3_ROPE)
@@ -203,22 +185,20 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
 def convert(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Split one of Megatron's tensors into those of transformers, which are views of it."""
     if key in TOP:
-        if not (key == "output_layer.weight" and config.tie_word_embeddings):  # a pipeline's copy of the embedding
-            yield TOP[key], tensor if tensor.dim() == 1 else tensor[: config.vocab_size]
+        yield TOP[key], tensor if tensor.dim() == 1 else tensor[: config.vocab_size]
         return
     found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", key)
-    names = LAYER.get(found[2]) if found else None
-    if found is None or names is None:
+    if found is None or found[2] not in LAYER:
         raise CheckpointError(f"{key} is no weight of a LLaMA or Mixtral: a model that has it cannot be exported")
+    names = LAYER[found[2]]
     for layer, weight in enumerate(tensor) if found[1] is None else [(int(found[1]), tensor)]:
         for expert, matrix in enumerate(weight) if ".experts." in key else [(0, weight)]:
-            parts = split(matrix, len(names), config)
-            for name, part in zip(names, parts, strict=True):
+            for name, part in zip(names, split(matrix, len(names), config), strict=True):
                 yield f"model.layers.{layer}.{name.format(expert)}", part
 
 
 def split(matrix: Tensor, num_parts: int, config: Any) -> list[Tensor]:
-    """Split a QKV matrix [groups * (heads / groups + 2) * d, h] in three, or gate and up in two."""
+    """Split a QKV matrix [groups * (heads / groups + 2) * d, h] in three, or gate and up in two; `join` joins them."""
     if num_parts < 3:
         return list(matrix.chunk(num_parts))
     per_group = config.num_attention_heads // config.num_key_value_heads
@@ -227,7 +207,6 @@ def split(matrix: Tensor, num_parts: int, config: Any) -> list[Tensor]:
 
 
 def join(parts: list[Tensor], config: Any) -> Tensor:
-    """Join what `split` splits."""
     import torch
 
     if len(parts) < 3:
@@ -237,7 +216,6 @@ def join(parts: list[Tensor], config: Any) -> Tensor:
 
 
 def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of all weights of a model."""
     hidden, ffn, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     queries, keys = (count * config.head_dim for count in (heads, config.num_key_value_heads))
     experts = getattr(config, "num_local_experts", 0)
@@ -247,24 +225,29 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
     if experts:
         layer["block_sparse_moe.gate"] = (experts, hidden)
-    for expert in range(experts or 1):
-        names = [f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3", "w2")]
-        names = names if experts else [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-        layer |= zip(names, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True)
+    names = [f"block_sparse_moe.experts.{expert}.{name}" for expert in range(experts) for name in ("w1", "w3", "w2")]
+    names = names or [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    layer |= zip(names, [(ffn, hidden), (ffn, hidden), (hidden, ffn)] * max(1, experts), strict=True)
     shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     for number in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
     return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": (config.vocab_size, hidden)}
 
 
-def check_shapes(weights: dict[str, Tensor], config: Any, folder: Path) -> None:
-    """Refuse a model in `folder` whose weights are not exactly those of its configuration."""
+def check_weights(weights: dict[str, Tensor], config: Any, folder: Path) -> None:
+    """Refuse damaged weights, and others than the configuration asks for; drop a head that is the embedding."""
+    head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     expected = shapes_of(config)
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
-    for name in [*expected, *found]:
+    for name in expected | found:
         if found.get(name) != expected.get(name):
             is_there, asked = found.get(name, "(missing)"), expected.get(name, "none")
             raise CheckpointError(f"{folder} has {name} {is_there}, but its configuration asks for {asked}")
+        if not weights[name].isfinite().all():
+            what = "is incomplete or holds NaN or infinite numbers"
+            raise CheckpointError(f"{name} in {folder} {what} (in {weights[name].dtype})")
+    if not (head is None or head.equal(weights["model.embed_tokens.weight"])):
+        raise CheckpointError(f"{folder} ties the head to the embedding, but the two differ: it is damaged, or untied")
 
 
 def rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:

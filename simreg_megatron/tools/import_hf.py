@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder
-from simreg_megatron.tools.export_hf import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
+from simreg_megatron.tools.export_hf import LAYER, LLAMA3_ROPE, SIZES, TOP, check_weights, join, rope_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MUST_BE: dict[str, Any] = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
-    "quantization_config": None,
-}  # fmt: skip
+_MUST_BE: dict[str, Any] = {"hidden_act": "silu", "sliding_window": None, "quantization_config": None}
+_MUST_BE |= {"attention_bias": False, "mlp_bias": False}
 # Layers that ask for a state when Megatron loads them, those of Transformer Engine among them; it is empty here.
-_WITH_STATE = (
-    "input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
-    "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2",
-)  # fmt: skip
+_WITH_STATE = """input_layernorm pre_mlp_layernorm self_attention.linear_qkv self_attention.linear_proj
+self_attention.core_attention mlp.linear_fc1 mlp.linear_fc2"""
 
 
 def add_command(commands: Any) -> None:
@@ -38,13 +34,11 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     config, weights = open_model(options.model)
     save(options.save, config, weights)
-    flags = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in megatron_settings(config).items()
-        if value is not None and value is not False
-    ]
-    print(f"{options.save}: imported from {options.model}")
-    print(f"train from it with: --load {shlex.quote(str(options.save))} --finetune {' '.join(flags)}")
+    flags = ["--load", shlex.quote(str(options.save)), "--finetune"]
+    for name, value in megatron_settings(config).items():
+        if value is not None and value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    print(f"{options.save}: imported from {options.model}\ntrain from it with: {' '.join(flags)}")
     rows = f"--make-vocab-size-divisible-by {config.vocab_size} keeps the {config.vocab_size} rows of the embedding"
     print(f"note: {rows}, or Megatron drops the last ones silently; divide it by your --tensor-model-parallel-size")
 
@@ -61,16 +55,11 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     if not files:
         raise CheckpointError(f"{folder} has no model.safetensors (pickled .bin files could run code and are not read)")
     weights = {name: tensor for path in files for name, tensor in load_file(path).items() if ".inv_freq" not in name}
-    head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    check_shapes(weights, config, folder)
-    if not (head is None or head.equal(weights["model.embed_tokens.weight"])):
-        raise CheckpointError(f"{folder} ties the head to the embedding (tie_word_embeddings), but lm_head differs")
-    dtype = weights["model.norm.weight"].dtype
-    for name, tensor in weights.items():
-        if tensor.dtype != dtype or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(f"{name} is {tensor.dtype}: all weights must have one type, fp32, bf16 or fp16")
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{name} in {folder} holds NaN or infinite numbers: training would start from them")
+    check_weights(weights, config, folder)
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        found = " and ".join(sorted(map(str, dtypes)))
+        raise CheckpointError(f"{folder} has weights of {found}: all must have one type, fp32, bf16 or fp16")
     return config, weights
 
 
@@ -85,8 +74,7 @@ def refuse_others(config: Any) -> None:
     if scaling not in (None, LLAMA3_ROPE) or base != int(base):
         only = f"Megatron has only whole bases without scaling or with {LLAMA3_ROPE}"
         raise CheckpointError(f"its config.json has rotary embeddings with base {base} and {scaling}: {only}")
-    if not config.head_dim:
-        config.head_dim = config.hidden_size // config.num_attention_heads
+    config.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
 
 
 def megatron_settings(config: Any) -> dict[str, Any]:
@@ -152,7 +140,7 @@ def common_state(config: Any, dtype: Any) -> dict[str, Any]:
 def layer_states(config: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Return key, shape and place of each layer's empty state, in the grid of all layers (and experts)."""
     layers, experts = config.num_hidden_layers, getattr(config, "num_local_experts", 0)
-    found: list[Any] = [(module, (layers,), (layer,)) for module in _WITH_STATE for layer in range(layers)]
+    found: list[Any] = [(module, (layers,), (layer,)) for module in _WITH_STATE.split() for layer in range(layers)]
     for kind, layer, expert in product((1, 2), range(layers), range(experts)):
         found.append((f"mlp.experts.experts.linear_fc{kind}", (layers, experts), (layer, expert)))
     states = [(f"decoder.layers.{module}._extra_state", shape, offset) for module, shape, offset in found]

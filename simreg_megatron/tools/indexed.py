@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's .bin/.idx pairs: write one, and read what its index holds.
 
-PREFIX.bin holds all token ids, one document after the other. PREFIX.idx holds, after a header, the length (int32) and
-the byte offset (int64) of every sequence, and the number of sequences before the end of every document (int64). A
-document is one sequence here; an empty one has no sequence. The bytes are those of Megatron's IndexedDatasetBuilder,
-which is not used because importing Megatron takes seconds and needs a GPU or its stand-ins.
+PREFIX.bin holds all token ids. PREFIX.idx holds, after a header, the length (int32) and the byte offset (int64) of
+every sequence, and the number of sequences before the end of every document (int64). A document is one sequence here;
+an empty one has none. The bytes are those of Megatron's IndexedDatasetBuilder, whose import takes seconds and a GPU.
 """
 
 from __future__ import annotations
@@ -67,11 +66,10 @@ class PairWriter:
         lengths = np.array(self._lengths, np.int32)
         sequences = lengths[lengths > 0]
         code, item_bytes = next((code, size) for code, (name, size) in _TYPES.items() if name == self._dtype)
-        with Path(f"{self._prefix}.idx").open("wb") as stream:
-            stream.write(_HEADER.pack(_MAGIC, 1, code, len(sequences), len(lengths) + 1))
-            stream.write(sequences.tobytes())
-            stream.write(((np.cumsum(sequences, dtype=np.int64) - sequences) * item_bytes).tobytes())
-            stream.write(bytes(8) + np.cumsum(lengths > 0, dtype=np.int64).tobytes())
+        offsets, ends = np.cumsum(sequences, dtype=np.int64) - sequences, np.cumsum(lengths > 0, dtype=np.int64)
+        header = _HEADER.pack(_MAGIC, 1, code, len(sequences), len(lengths) + 1)
+        parts = (header, sequences.tobytes(), (offsets * item_bytes).tobytes(), bytes(8), ends.tobytes())
+        Path(f"{self._prefix}.idx").write_bytes(b"".join(parts))
 
 
 class Index(NamedTuple):
@@ -87,7 +85,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Read the index of a pair without numpy; a DataError if a file is missing or cut, or they are of two pairs."""
     if not is_pair(prefix):
         raise DataError(explain_missing(prefix))
-    path, data = (Path(f"{os.fspath(prefix)}{ending}") for ending in (".idx", ".bin"))
+    data, path = (Path(f"{os.fspath(prefix)}{ending}") for ending in ENDINGS)
     with path.open("rb") as stream:
         head = stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
         magic, version, code, sequences, documents = _HEADER.unpack(head)
@@ -95,9 +93,9 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size or not sequences:
             raise DataError(f"{path} is not a whole Megatron index of token ids: prepare the data again")
         stream.seek(_HEADER.size + 4 * (sequences - 1))
-        (length,) = struct.unpack("<i", stream.read(4))
+        last = stream.read(4)  # the length of the last sequence, and its offset
         stream.seek(_HEADER.size + 12 * sequences - 8)
-        (offset,) = struct.unpack("<q", stream.read(8))
+        length, offset = struct.unpack("<iq", last + stream.read(8))
     dtype, item_bytes = _TYPES[code]
     expected = offset + length * item_bytes
     if data.stat().st_size != expected:
@@ -122,7 +120,6 @@ def is_pair(prefix: str | os.PathLike[str]) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file's bytes in hexadecimal."""
     digest = hashlib.sha256()  # hashlib.file_digest came with Python 3.11
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -131,7 +128,7 @@ def sha256(path: Path) -> str:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return what a manifest has of its files: size and hash by name."""
+    """Return the size and hash of each file, for the manifest."""
     return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`simreg-megatron data prepare`: from text to Megatron's .bin/.idx.
 
-Hugging Face `datasets` reads the text, tokenizes it in several processes, and keeps in OUT/cache what is done: the same
-command continues after it was stopped. The files of the set get their names when all of them are whole. Lines of JSON
-are read as lines: `datasets` would want one type for every key, in all files.
+Hugging Face `datasets` reads the text, tokenizes it in several processes, and keeps in OUT/cache what is done. Files of
+the set get their names when all are whole. JSON is read as lines: `datasets` would want one type for every key.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from simreg_megatron.tools import builtin_corpus, indexed
 from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter
@@ -63,18 +61,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def prepare(
-    sources: Sequence[str],
-    out: Path,
-    *,
-    tokenizer: str | None = None,
-    train_tokenizer: int | None = None,
-    key: str = "text",
-    valid: Sequence[str] | None = None,
-    valid_share: float | None = None,
-    tokens: int | None = None,
-    valid_tokens: int | None = None,
-    workers: int = 1,
-) -> dict[str, Any]:
+    sources: Sequence[str], out: Path, *, tokenizer: str | None = None, train_tokenizer: int | None = None,
+    key: str = "text", valid: Sequence[str] | None = None, valid_share: float | None = None,
+    tokens: int | None = None, valid_tokens: int | None = None, workers: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options."""
     import datasets
     from filelock import FileLock, Timeout
@@ -100,8 +90,9 @@ def prepare(
         if changed := indexed.find_changed(out, manifest):
             raise DataError(f"{changed} is not the file that {indexed.MANIFEST} describes: remove {out} and repeat")
         return manifest
-    if there := [f"{side}{ending}" for side in groups for ending in ENDINGS if (out / f"{side}{ending}").exists()]:
-        raise DataError(f"{out / there[0]} is there without a {indexed.MANIFEST}: give another --out, or move it away")
+    for file in (out / f"{side}{ending}" for side in groups for ending in ENDINGS):
+        if file.exists():
+            raise DataError(f"{file} is there without a {indexed.MANIFEST}: give another --out, or move it away")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
     if not sys.stderr.isatty():
@@ -112,9 +103,9 @@ def prepare(
             loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
             manifest = _write_pairs(groups, loaded, settings, cache, workers)
             indexed.publish(cache, out, manifest)
+            return manifest
     except Timeout:
         raise DataError(f"another process prepares {out}: wait for its end, or give another --out") from None
-    return manifest
 
 
 def _train_on_sample(groups: list[Group], vocab_size: int, cache: Path) -> Tokenizer:
@@ -124,8 +115,7 @@ def _train_on_sample(groups: list[Group], vocab_size: int, cache: Path) -> Token
     for group in chosen:
         left = _SAMPLE_CHARACTERS // len(chosen)
         for rows in load_group(group, cache).shuffle(seed=0).iter(batch_size=1):
-            some = texts_of(group, rows)
-            texts += some
+            texts += (some := texts_of(group, rows))
             left -= sum(map(len, some))
             if left <= 0:
                 break
@@ -138,8 +128,8 @@ def _write_pairs(
 ) -> dict[str, Any]:
     """Write the pairs into `cache`, and return the manifest."""
     writers = {side: PairWriter(cache / side, tokenizer.vocab_size) for side in ("train", "valid")}
-    for side, limit in (("train", settings["tokens"]), ("valid", settings["valid_tokens"])):
-        share = settings["valid_share"] if side == "train" else 0.0
+    limits = ("train", settings["tokens"], settings["valid_share"]), ("valid", settings["valid_tokens"], 0.0)
+    for side, limit, share in limits:
         for ids, is_valid in _documents(groups[side], tokenizer, share, cache, workers):
             writers["valid" if is_valid else side].add(ids)
             if limit and writers[side].tokens >= limit:
@@ -153,10 +143,8 @@ def _write_pairs(
     return {
         "documents": {side: writer.documents for side, writer in writers.items()},
         "tokens": {side: writer.tokens for side, writer in writers.items()},
-        **tokenizer.describe(),
-        "settings": settings,
-        "files": indexed.describe_files(cache, names),
-    }
+        **tokenizer.describe(), "settings": settings, "files": indexed.describe_files(cache, names),
+    }  # fmt: skip
 
 
 def _documents(
@@ -165,13 +153,12 @@ def _documents(
     """Yield the ids of each document, end-of-text included, and whether it is for validation."""
     from datasets import Features, Sequence, Value
 
-    dtype = indexed.token_dtype(tokenizer.vocab_size)
+    features = Features({"ids": Sequence(Value(indexed.token_dtype(tokenizer.vocab_size))), "valid": Value("bool")})
     for group in groups:
         print(f"> {group.name}", flush=True)
         data = load_group(group, cache)
         encoded = data.map(
-            _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None,
-            features=Features({"ids": Sequence(Value(dtype)), "valid": Value("bool")}),
+            _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None, features=features,
             fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
             remove_columns=data.column_names,
         )  # fmt: skip
@@ -191,17 +178,15 @@ def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, s
 
 
 @lru_cache(maxsize=1)
-def _load_once(source: str, sha256: str) -> Tokenizer:
-    """Load the tokenizer once in a process, which takes seconds; the file may be another one later."""
+def _load_once(source: str, sha256: str) -> Tokenizer:  # the file may be another one later
     return load_tokenizer(source)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Files of one kind that are read and tokenized together."""
 
     kind: str
-    files: tuple[str, ...]
+    files: list[str]
     key: str
 
     @property
@@ -212,10 +197,10 @@ class Group:
 def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
     """Return the files of the sources in their order, those of folders sorted, in groups of one kind and 1 GiB.
 
-    A source is a file, a folder, `c4`, or `hf:NAME[:CONFIG][@REVISION]`, of which `split` is taken; one without
-    anything to read is a DataError. `leave_out` has real paths of files to pass over.
+    A source is a file, a folder, `c4`, or `hf:NAME[:CONFIG][@REVISION]`, of which `split` is taken. `leave_out` has
+    real paths of files to pass over.
     """
-    groups: list[tuple[str, list[str]]] = []
+    groups: list[Group] = []
     room = 0
     for source in sources:
         found = [name for name in _files_of(source, split) if _kind(name)]
@@ -223,11 +208,11 @@ def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str
             raise DataError(f"{source} has nothing to read: give {READABLE}")
         for name in (each for each in found if os.path.realpath(each) not in leave_out):
             room -= file_bytes(name)
-            if not groups or groups[-1][0] != _kind(name) or room < 0:
-                groups.append((_kind(name), []))
+            if not groups or groups[-1].kind != _kind(name) or room < 0:
+                groups.append(Group(_kind(name), [], key))
                 room = _GROUP_BYTES - file_bytes(name)
-            groups[-1][1].append(name)
-    return [Group(kind, tuple(files), key) for kind, files in groups]
+            groups[-1].files.append(name)
+    return groups
 
 
 def _files_of(source: str, split: str) -> list[str]:
@@ -250,16 +235,16 @@ def _kind(name: str) -> str:
 
 
 def file_bytes(name: str) -> int:
-    """Return the size of a file; 1 GiB for one of the Hub, whose size is not known."""
-    return _GROUP_BYTES if "://" in name else Path(name).stat().st_size
+    return _GROUP_BYTES if "://" in name else Path(name).stat().st_size  # of the Hub the size is not known
 
 
 def load_group(group: Group, cache: Path) -> Any:
     """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column."""
     import datasets
 
-    for name in (each for each in group.files if each.endswith(".zst") and "://" not in each):
-        _refuse_cut(name)
+    for name in group.files:
+        if name.endswith(".zst") and "://" not in name:
+            _refuse_cut(name)
     options: dict[str, Any] = {"path": "parquet", "columns": [group.key], "batch_size": 1000}
     if group.kind != "parquet":
         features = datasets.Features({"text": datasets.Value("large_string")})

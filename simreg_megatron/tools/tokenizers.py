@@ -11,9 +11,8 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from simreg_megatron.tools.checkpoints import CheckpointError
 from simreg_megatron.tools.indexed import DataError, sha256, token_dtype
@@ -28,8 +27,7 @@ _FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.j
 _SPACE = "\u2581"  # sentencepiece's sign for a space
 
 
-@dataclass(frozen=True)
-class Tokenizer:
+class Tokenizer(NamedTuple):
     """A loaded tokenizer; `encode` adds no special tokens, and takes one that a text spells for text."""
 
     source: str
@@ -37,10 +35,10 @@ class Tokenizer:
     vocab_size: int  # number of ids, which is the rows that a model needs
     eos_id: int
     bos_id: int | None
-    encode: Callable[[Sequence[str]], list[list[int]]] = field(repr=False, compare=False)
+    encode: Callable[[Sequence[str]], list[list[int]]]
 
     def describe(self) -> dict[str, Any]:
-        """Return what the manifest of a set has of its tokenizer."""
+        """Describe the tokenizer in the manifest of a set."""
         return {
             "dtype": token_dtype(self.vocab_size), "vocab_size": self.vocab_size, "eos_id": self.eos_id,
             "bos_id": self.bos_id, "tokenizer_name": Path(self.source).name, "tokenizer_sha256": self.sha256,
@@ -64,11 +62,9 @@ def _load_sentencepiece(source: str) -> Tokenizer:
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(model_file=source)
-    size, bos = model.get_piece_size(), model.bos_id()
-    return Tokenizer(
-        source, sha256(Path(source)), size, model.eos_id(), None if bos < 0 else bos,
-        lambda texts: model.encode(list(texts), num_threads=1),
-    )  # fmt: skip
+    size, eos, bos = model.get_piece_size(), model.eos_id(), model.bos_id()
+    encode = lambda texts: model.encode(list(texts), num_threads=1)  # noqa: E731
+    return Tokenizer(source, sha256(Path(source)), size, eos, None if bos < 0 else bos, encode)
 
 
 def _load_hugging_face(source: str) -> Tokenizer:
@@ -81,10 +77,8 @@ def _load_hugging_face(source: str) -> Tokenizer:
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
     as_text = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # of any length
-    return Tokenizer(
-        source, digest, len(tokenizer), -1 if eos is None else eos, bos,
-        lambda texts: tokenizer(list(texts), **as_text).input_ids if texts else [],
-    )  # fmt: skip
+    encode = lambda texts: tokenizer(list(texts), **as_text).input_ids if texts else []  # noqa: E731
+    return Tokenizer(source, digest, len(tokenizer), -1 if eos is None else eos, bos, encode)
 
 
 def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **options: Any) -> None:
@@ -94,21 +88,17 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **op
     """
     import sentencepiece
 
-    shuffled = list(texts)
+    shuffled, lines, room = list(texts), [], _SAMPLE_CHARACTERS
     random.Random(0).shuffle(shuffled)
-    lines: list[str] = []
-    characters = 0
     for text in shuffled:
-        some = [line for line in text.splitlines() if line.strip()]
-        lines += some
-        characters += sum(map(len, some))
-        if characters >= _SAMPLE_CHARACTERS:
+        lines += (some := [line for line in text.splitlines() if line.strip()])
+        room -= sum(map(len, some))
+        if room <= 0:
             break
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
-        byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
+        sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True,
+        character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False,
         unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2, **options,
     )  # fmt: skip
     output.write_bytes(model.getvalue())
@@ -123,10 +113,8 @@ def check_size(args: argparse.Namespace, num_rows: int, tokenizer: Tokenizer) ->
     source, trained = Path(tokenizer.source), Path(getattr(args, "tokenizer_model", None) or ".")
     is_other = source.is_file() and trained.is_file() and source.read_bytes() != trained.read_bytes()
     if is_other or not num_rows - multiple - added < tokenizer.vocab_size <= num_rows:
-        raise CheckpointError(
-            f"{source} with {tokenizer.vocab_size} tokens is not the tokenizer of training ({trained}; padded to "
-            f"{num_rows} rows): give that one, or none to keep all rows"
-        )
+        own = f"the tokenizer of training ({trained}; padded to {num_rows} rows): give that one, or none to keep all"
+        raise CheckpointError(f"{source} with {tokenizer.vocab_size} tokens is not {own}")
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -135,7 +123,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
     source = Path(tokenizer.source)
     if source.is_file():
-        shutil.copyfile(source, folder / "tokenizer.model")
         _convert(tokenizer, folder)
         return
     for path in (path for pattern in _FILES for path in source.glob(pattern)):
@@ -148,11 +135,12 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _convert(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a sentencepiece byte-pair model as tokenizer.json, and check that both tokenize alike."""
+    """Write a sentencepiece byte-pair model, also as tokenizer.json, and check that both tokenize alike."""
     import transformers
     from sentencepiece import SentencePieceProcessor
     from tokenizers import normalizers
 
+    shutil.copyfile(tokenizer.source, folder / "tokenizer.model")
     model = SentencePieceProcessor(model_file=tokenizer.source)
     pieces = (model.id_to_piece(number).replace(_SPACE, " ") for number in range(tokenizer.vocab_size))
     texts = [f"  {_PROBE} <s> </s> <unk> as plain text ", *(f"a{piece}b" for piece in pieces)]
@@ -162,17 +150,14 @@ def _convert(tokenizer: Tokenizer, folder: Path) -> None:
     fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     fast.pre_tokenizer = None
     tokens = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
-    special = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False,
-        split_special_tokens=True, **special,  # a "</s>" in a text stays text
-    ).save_pretrained(folder)  # fmt: skip
+    settings = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
+    settings |= {"clean_up_tokenization_spaces": False, "add_bos_token": False}
+    settings |= {"split_special_tokens": True}  # a "</s>" in a text stays text
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **settings).save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     entries = {**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}  # known to release 4
     config.write_text(json.dumps(entries, indent=2) + "\n")
     written = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if written(texts, add_special_tokens=False).input_ids != tokenizer.encode(texts):
-        raise CheckpointError(
-            f"transformers would tokenize some texts differently from {tokenizer.source}: convert it yourself and give "
-            "the folder with its tokenizer.json"
-        )
+        how = "convert it yourself and give the folder with its tokenizer.json"
+        raise CheckpointError(f"transformers would tokenize some texts differently from {tokenizer.source}: {how}")

@@ -221,4 +221,4 @@ def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_tied_checkpoint_with_a_head_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = dist_checkpoint(tmp_path / "checkpoint", untie_embeddings_and_output_weights=False)
     sentence = refused(capsys, "--load", folder, "--save", tmp_path / "model")
-    assert "says that the head is the embedding, but output_layer.weight differs from it" in sentence
+    assert "ties the head to the embedding, but the two differ" in sentence
