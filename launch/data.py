@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value
-from simreg_megatron.tools.indexed import ENDINGS, is_pair, read_index
+from simreg_megatron.tools.tokens import ENDINGS, is_pair, read_index
 
 MANIFEST = "manifest.json"
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -91,7 +91,7 @@ def _hash_of_tokenizer(flags: Sequence[Flag]) -> str | None:
     source = flag_value(flags, "--tokenizer-model")
     if not source or flag_value(flags, "--tokenizer-type") not in _READ_HERE:
         return None
-    from simreg_megatron.tools.tokenizers import load_tokenizer
+    from simreg_megatron.tools.tokens import load_tokenizer
 
     return load_tokenizer(source).sha256
 

@@ -25,7 +25,7 @@ from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.options import TINY, make_parser
 from launch.plan import BUILTIN_CORPUS, build_plan
 from launch.planned import Machine, Plan, look_at_machine, resumed
-from simreg_megatron.tools.indexed import DataError, explain_missing, is_pair
+from simreg_megatron.tools.tokens import DataError, explain_missing, is_pair
 
 
 def main(family: str) -> None:

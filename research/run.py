@@ -68,7 +68,7 @@ def open_dataset(name: str) -> Dataset:
     from sentencepiece import SentencePieceProcessor
 
     from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
-    from simreg_megatron.tools.indexed import read_tokens, sha256
+    from simreg_megatron.tools.tokens import read_tokens, sha256
 
     if name == "builtin":
         ensure_builtin_corpus(ROOT / "data" / "builtin")

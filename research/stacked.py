@@ -26,7 +26,7 @@ from torch import Tensor
 
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.placebo import permuted_labels
-from simreg_megatron.tools.indexed import read_tokens
+from simreg_megatron.tools.tokens import read_tokens
 
 LOGITS = {"cpu": 32 << 20, "cuda": 1 << 30}  # bytes of logits that exist at once
 BETA1, BETA2, EPSILON, CLIP = 0.9, 0.95, 1e-8, 1.0

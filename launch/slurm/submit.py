@@ -29,7 +29,7 @@ from launch.plan import build_plan
 from launch.planned import ROOT, Machine, Plan
 from launch.slurm.chain import STOP
 from launch.slurm.job import DEFAULT, Job, Site, read_site, render
-from simreg_megatron.tools.indexed import DataError
+from simreg_megatron.tools.tokens import DataError
 
 
 def make_submit_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from research.corpus.build import build_corpus
-from simreg_megatron.tools.indexed import DataError
+from simreg_megatron.tools.tokens import DataError
 
 
 def main() -> int:

@@ -27,8 +27,14 @@ from research.corpus.prose import Block
 from research.corpus.readers import read_page
 from simreg_megatron import __version__
 from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.indexed import ENDINGS, DataError, describe_files, find_changed
-from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
+from simreg_megatron.tools.tokens import (
+    ENDINGS,
+    DataError,
+    describe_files,
+    find_changed,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 FORMAT = 1  # of the readers and rules: others make another corpus of the same packages
 VOCAB_SIZE = 8192

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from simreg_megatron.tools.indexed import DataError, sha256
+from simreg_megatron.tools.tokens import DataError, sha256
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ A document is a module. Sources are parsed, never imported. A docstring that app
 vendored) is left out, so that none is on both sides of a split.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib
@@ -22,16 +20,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simreg_megatron.tools.indexed import MANIFEST, DataError, PairWriter, describe_files, find_changed, publish
-from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
+from simreg_megatron.tools import tokens
+from simreg_megatron.tools.tokens import MANIFEST, DataError, load_tokenizer
 
 _FORMAT = 1  # of the rules below: others make another corpus
-_MOST_CHARACTERS = 14_000_000
-_VALIDATION_SHARE = 0.03
+_MOST_CHARACTERS, _VALIDATION_SHARE = 14_000_000, 0.03
 _SHORTEST = 60  # characters; shorter docstrings say little
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendored"}
 _SKIPPED_FOLDERS |= {"site-packages", "dist-packages"}  # below the standard library; they are roots of their own
-_WORD = re.compile(r"[A-Za-z]{2,}")
 _FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")
 
 
@@ -45,17 +41,10 @@ class BuiltinCorpus(NamedTuple):
     manifest: dict[str, Any]
 
 
-def add_command(commands: Any) -> None:
-    text = "build the demo's corpus from the documentation of this machine's Python libraries; another text elsewhere"
-    parser = commands.add_parser("corpus-builtin", help=text, description=text)
-    parser.add_argument("--out", type=Path, default=Path("data/builtin"), help="folder of the set")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> None:
     corpus = ensure_builtin_corpus(options.out)
-    for side, tokens in corpus.manifest["tokens"].items():
-        print(f"{options.out / side}: {tokens:,} tokens")
+    for side, number in corpus.manifest["tokens"].items():
+        print(f"{options.out / side}: {number:,} tokens")
 
 
 def ensure_builtin_corpus(
@@ -69,8 +58,7 @@ def ensure_builtin_corpus(
 
     directory = Path(directory).resolve()  # what a link leads to is what is replaced
     if roots is None:
-        paths = sysconfig.get_paths()
-        roots = list(dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib")))
+        roots = list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
     folders = [str(root) for root in roots]  # packages below the roots alone: sys.path differs from script to script
     packages = sorted({f"{one.name}=={one.version}" for one in importlib.metadata.distributions(path=folders)})
     decides_the_text = [_FORMAT, sys.version, folders, vocab_size, _MOST_CHARACTERS, packages]
@@ -79,17 +67,17 @@ def ensure_builtin_corpus(
         directory.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{directory}.lock"):  # another process may have built it meanwhile
             manifest = _read_manifest(directory, fingerprint) or _build(directory, roots, vocab_size, fingerprint)
-    return BuiltinCorpus(directory, *(directory / name for name in ("train", "valid", "tokenizer.model")), manifest)
+    return BuiltinCorpus(directory, directory / "train", directory / "valid", directory / "tokenizer.model", manifest)
 
 
 def _read_manifest(directory: Path, fingerprint: str = "") -> dict[str, Any]:
     """Return the manifest of a built-in corpus in the folder, of a whole one with this fingerprint if given, or {}."""
     path = directory / MANIFEST
     manifest = dict(json.loads(path.read_text())) if path.is_file() else {}
-    if "fingerprint" not in manifest or set(manifest.get("files", ())) != set(_FILES):
-        return {}
-    is_it = manifest["fingerprint"] == fingerprint and find_changed(directory, manifest) is None
-    return manifest if is_it or not fingerprint else {}
+    is_one = "fingerprint" in manifest and set(manifest.get("files", ())) == set(_FILES)
+    if is_one and fingerprint:
+        is_one = manifest["fingerprint"] == fingerprint and tokens.find_changed(directory, manifest) is None
+    return manifest if is_one else {}
 
 
 def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str) -> dict[str, Any]:
@@ -105,22 +93,16 @@ def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint:
             break
     (work := directory / "cache").mkdir(parents=True, exist_ok=True)
     print(f"> corpus: training a tokenizer of {vocab_size} pieces and tokenizing {characters:,} characters", flush=True)
-    train_tokenizer(sides["train"], work / "tokenizer.model", vocab_size=vocab_size)
+    tokens.train_tokenizer(sides["train"], work / "tokenizer.model", vocab_size=vocab_size)
     counts = {side: write_pair(work / side, texts, work / "tokenizer.model") for side, texts in sides.items()}
-    manifest = {
-        "fingerprint": fingerprint,
-        "documents": {side: documents for side, (documents, _) in counts.items()},
-        "tokens": {side: tokens for side, (_, tokens) in counts.items()},
-        **load_tokenizer(str(work / "tokenizer.model")).describe(), "files": describe_files(work, _FILES),
-    }  # fmt: skip
-    publish(work, directory, manifest)
-    return manifest
+    facts = load_tokenizer(str(work / "tokenizer.model")).describe()
+    return tokens.publish(work, directory, _FILES, counts, fingerprint=fingerprint, **facts)
 
 
 def write_pair(prefix: Path, texts: Sequence[str], tokenizer: str | Path) -> tuple[int, int]:
     """Tokenize documents into PREFIX.bin and .idx; return the number of documents and of tokens."""
     loaded = load_tokenizer(str(tokenizer))
-    writer = PairWriter(prefix, loaded.vocab_size)
+    writer = tokens.PairWriter(prefix, loaded.vocab_size)
     for start in range(0, len(texts), 1000):  # some at a time: ids take ten times the room of their text
         for ids in loaded.encode(texts[start : start + 1000]):
             writer.add([*ids, loaded.eos_id])
@@ -165,4 +147,4 @@ def _docstrings(path: Path) -> list[str]:
         found = [ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)]
     texts = (inspect.cleandoc(text) for text in found if isinstance(text, str))
     in_ascii = (text for text in texts if len(text) >= _SHORTEST and text.isascii())
-    return [text for text in in_ascii if sum(map(len, _WORD.findall(text))) > 0.55 * len(text)]  # prose, not tables
+    return [text for text in in_ascii if sum(map(len, re.findall("[A-Za-z]{2,}", text))) > 0.55 * len(text)]  # prose

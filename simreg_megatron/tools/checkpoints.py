@@ -6,8 +6,6 @@ compared with a list of those that Megatron's checkpoints need. Tensors need no 
 `weights_only=True`.
 """
 
-from __future__ import annotations
-
 import codecs
 import io
 import pickle
@@ -62,8 +60,7 @@ def new_folder(save: Path) -> Iterator[Path]:
     refuse_taken(save)
     save.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{save.name}.", dir=save.parent) as temporary:
-        made = Path(temporary, save.name)
-        made.mkdir()
+        (made := Path(temporary, save.name)).mkdir()
         yield made
         made.replace(save)
 
@@ -138,7 +135,7 @@ class _Stub:
 
     values: list[Any] | None = None
 
-    def __new__(cls, *values: Any, **named: Any) -> _Stub:
+    def __new__(cls, *values: Any, **named: Any) -> Any:
         stub = super().__new__(cls)
         stub.__setstate__(*values, *named.values())
         return stub

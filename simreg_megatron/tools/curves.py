@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`simreg-megatron curves`: compare training runs, as TensorBoard logged them, in one figure and one table."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from simreg_megatron.notices import SentenceError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 TRAIN_LOSS, VALIDATION_LOSS = "lm loss", "lm loss validation"
 SIMREG_LOSS, NEGATIVE_COSINE = "simreg loss", "simreg negative cosine"
@@ -33,25 +25,23 @@ class ReportError(SentenceError):
 
 
 class Series(NamedTuple):
-    """One scalar over a run: steps [n], rising, and values [n]."""
+    """One scalar over a run, as numpy arrays."""
 
-    steps: NDArray[np.int64]
-    values: NDArray[np.float64]
+    steps: Any  # int64 [n], rising
+    values: Any  # float64 [n]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run's name, and its scalars by tag."""
+class Run(NamedTuple):
+    """A run's name, and its scalars by tag; numbers of a tag that was never logged are None."""
 
     name: str
     scalars: dict[str, Series]
 
     def last(self, tag: str) -> float | None:
-        """Return the value at the last step; None if the tag was never logged."""
         return float(self.scalars[tag].values[-1]) if tag in self.scalars else None
 
     def mean_of_end(self, tag: str) -> float | None:
-        """Return the mean over the last tenth of the steps; None if the tag was never logged."""
+        """Return the mean over the last tenth of the steps."""
         if tag not in self.scalars:
             return None
         steps, values = self.scalars[tag]
@@ -59,10 +49,9 @@ class Run:
 
 
 def read_run(folder: str | Path, name: str = "") -> Run:
-    """Read a run from its --tensorboard-dir or its --output folder, whose name it has unless another is given.
+    """Read a run from its --tensorboard-dir or --output folder, whose name it has unless another is given.
 
-    Of a step that was logged twice the last value counts, and what a run logged before it was resumed from an earlier
-    step is left out.
+    Of a step that was logged twice the last value counts; what was logged after the step of a resume is left out.
     """
     import numpy as np
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
@@ -82,13 +71,10 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     for tag, logged in in_order.items():
         if tag == VALIDATION_LOSS and logged[-1].step in [one.step for one in logged[-2:-1]] and _has_test_set(events):
             del logged[-1]  # Megatron logs the loss of the test set under the tag and step of the validation loss
-        kept = {
-            one.step: one.value
-            for one in logged
-            if not any(one.wall_time < time and one.step >= step for time, step in restarts)
-        }
-        if kept:
-            steps, values = zip(*sorted(kept.items()), strict=True)
+        for time, step in restarts:
+            logged = [one for one in logged if one.wall_time >= time or one.step < step]
+        if kept := sorted({one.step: one.value for one in logged}.items()):
+            steps, values = zip(*kept, strict=True)
             scalars[tag] = Series(np.array(steps), np.array(values, dtype=np.float64))
     return Run(name or own.name, scalars)
 
@@ -104,8 +90,8 @@ def _has_test_set(events: Any) -> bool:
 def add_command(commands: Any) -> None:
     text = "compare training runs: a figure of their curves, and their last losses"
     parser = commands.add_parser("curves", help=text, description=text)
-    text = "a run's --output folder or --tensorboard-dir, PATH or NAME=PATH; the first is the baseline"
-    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's --output folder or --tensorboard-dir, PATH or "
+        "NAME=PATH; the first is the baseline")  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("curves.png"), help="the figure (default: %(default)s)")
     parser.set_defaults(run=run)
 
@@ -116,8 +102,7 @@ def run(options: argparse.Namespace) -> None:
     if len({one.name for one in runs}) < len(runs):
         raise ReportError(f"two of the runs have one name ({', '.join(one.name for one in runs)}): give NAME=PATH")
     draw_curves(runs).savefig(options.output)
-    print(*table_of(runs), sep="\n")
-    print(f"Figure: {options.output}")
+    print(*table_of(runs), f"Figure: {options.output}", sep="\n")
 
 
 def table_of(runs: Sequence[Run]) -> Iterator[str]:
@@ -126,16 +111,15 @@ def table_of(runs: Sequence[Run]) -> Iterator[str]:
     yield f"{'run':{width}}  {'step':>8}  {'validation loss':>15}  {'difference':>10}"
     first = runs[0].last(VALIDATION_LOSS)
     for run in runs:
-        loss = run.last(VALIDATION_LOSS)
-        if loss is None:
+        if (loss := run.last(VALIDATION_LOSS)) is None:
             yield f"{run.name:{width}}  no validation loss was logged"
             continue
         apart = "" if run is runs[0] or first is None else f"{loss - first:+.4f}"
         yield f"{run.name:{width}}  {run.scalars[VALIDATION_LOSS].steps[-1]:8}  {loss:15.4f}  {apart:>10}"
 
 
-def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
-    """Draw the losses and cosines of several runs over the training steps, and label each with its last value."""
+def draw_curves(runs: Sequence[Run], *, title: str = "") -> Any:
+    """Draw the losses and cosines of several runs into a matplotlib Figure, and label each with its last value."""
     import numpy as np
     from matplotlib.figure import Figure
 

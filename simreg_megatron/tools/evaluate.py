@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`simreg-megatron evaluate`: zero-shot scores by lm-evaluation-harness, and differences from the first model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -50,20 +48,37 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    import lm_eval
+    import torch
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
+    from transformers import AutoTokenizer
 
     metrics = chosen_tasks(options.tasks)
-    models = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
-    if len(models) < len(options.model) or not all(path.is_dir() for path in models.values()):
+    folders = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
+    if len(folders) < len(options.model) or not all(path.is_dir() for path in folders.values()):
         raise SentenceError(f"each --model must be NAME=FOLDER with a name of its own, got {', '.join(options.model)}")
     refuse_taken(options.output)
+    adds_bos = options.bos == "document"
     options.output.mkdir(parents=True, exist_ok=True)
-    folders = {name: hugging_face_folder(name, path, options) for name, path in models.items()}
+    for name, path in folders.items():
+        if not (path / "config.json").is_file():
+            if options.tokenizer is None:
+                raise SentenceError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
+            folders[name] = options.output / "models" / name
+            export(checkpoint_folder(path), folders[name], options.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(folders[name], add_bos_token=adds_bos)
+        if adds_bos and tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:  # release 4 of transformers adds none
+            raise SentenceError(f"--bos document: the tokenizer of {path} puts no BOS before a text: --bos none")
     known = TaskManager(include_path=str(options.include.resolve()) if options.include else None)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     scores: dict[str, dict[str, Score]] = {}
     for name, folder in folders.items():
-        found = answers(folder, list(metrics), known, options)
+        model = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": adds_bos, "use_safetensors": True}
+        found: dict[str, Any] = lm_eval.simple_evaluate(
+            model="hf", model_args=model, tasks=list(metrics), num_fewshot=0, batch_size=options.batch_size,
+            limit=options.limit, task_manager=known, device=device,
+        )  # fmt: skip
         (options.output / f"{name}.json").write_text(json.dumps(found, default=handle_non_serializable))
         print(f"{name}: {folder}", make_table(found), sep="\n")
         scores[name] = {task: score_of(found, task, metric) for task, metric in metrics.items()}
@@ -81,36 +96,6 @@ def chosen_tasks(text: str) -> dict[str, str]:
     return chosen
 
 
-def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> Path:
-    """Return `path`, or the folder to which its Megatron checkpoint was exported."""
-    if (path / "config.json").is_file():
-        return path
-    if options.tokenizer is None:
-        raise SentenceError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
-    folder: Path = options.output / "models" / name
-    export(checkpoint_folder(path), folder, options.tokenizer)
-    return folder
-
-
-def answers(folder: Path, tasks: list[str], known: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what lm-evaluation-harness finds: its results and the answer to every question."""
-    import lm_eval
-    import torch
-    from transformers import AutoTokenizer
-
-    adds_bos = options.bos == "document"
-    if adds_bos:  # release 4 of transformers does not add it, silently
-        tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
-        if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
-            raise SentenceError(f"--bos document: the tokenizer of {folder} puts no BOS before a text: --bos none")
-    arguments = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": adds_bos, "use_safetensors": True}
-    return dict(lm_eval.simple_evaluate(
-        model="hf", model_args=arguments, tasks=tasks, num_fewshot=0, batch_size=options.batch_size,
-        limit=options.limit, task_manager=known,
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-    ))  # fmt: skip
-
-
 def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
     """Read a task's (or group's) score; per cent if every question counts from 0 to 1."""
     values = found["results"].get(task, {})
@@ -120,12 +105,9 @@ def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
         raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {' '.join(keys)}")
     metric, _, kind = key.partition(",")
     value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")  # which may be "N/A"
-    questions = {
-        (part, sample["doc_id"]): sample[metric]
-        for part in parts_of(found, task)
-        for sample in found.get("samples", {}).get(part, ())
-        if sample.get("filter", kind) == kind and isinstance(sample.get(metric), int | float)
-    }
+    samples = ((part, each) for part in parts_of(found, task) for each in found.get("samples", {}).get(part, ()))
+    questions = {(part, each["doc_id"]): each[metric] for part, each in samples
+                 if each.get("filter", kind) == kind and isinstance(each.get(metric), int | float)}  # fmt: skip
     scale = 100 if questions and all(0 <= each <= 1 for each in questions.values()) else 1
     if questions and abs(fmean(questions.values()) - value) > 1e-9:  # such as squadv2's f1
         questions = {}
@@ -162,8 +144,7 @@ def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
         return f"| {name} | {' | '.join(f'{score.value:.2f} ± {score.error:.2f}' for score in found)} |"
 
     yield header
-    for name, found in scores.items():
-        yield row(name, list(found.values()))
+    yield from (row(name, list(found.values())) for name, found in scores.items())
     if others:
         yield f"\nDifference from {first} (± a standard error, paired by question if the score is a mean over them):\n"
         yield header

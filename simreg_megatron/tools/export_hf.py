@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.tools import checkpoints
 from simreg_megatron.tools.checkpoints import CheckpointError
-from simreg_megatron.tools.tokenizers import Tokenizer, check_size, load_tokenizer, write_tokenizer
+from simreg_megatron.tools.tokens import Tokenizer, check_size, load_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LLAMA3_ROPE = {  # the only scaling of rotary embeddings that Megatron has; it fixes these numbers
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
+# The only scaling of rotary embeddings that Megatron has; it fixes these numbers.
+LLAMA3_ROPE: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 SIZES = {  # Megatron's argument: the setting of transformers
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads", "kv_channels": "head_dim",
@@ -55,16 +54,14 @@ _MUST_BE: dict[str, Any] = {
     "softmax_type": "vanilla", "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": 1.0,
     "rope_scaling_factor": 8.0,  # Megatron's scripts never pass another factor to the model
 }  # fmt: skip
-_MUST_NOT_BE = """
-    apply_layernorm_1p layernorm_zero_centered_gamma quick_geglu glu_linear_offset activation_func_clamp_value
-    add_bias_linear add_qkv_bias rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq qk_layernorm
-    qk_l2_norm softmax_scale attention_output_gate window_size multi_latent_attention experimental_attention_variant
-    apply_residual_connection_post_layernorm use_mup mtp_num_layers is_hybrid_model hybrid_override_pattern
-    hybrid_layer_pattern heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
-    moe_router_pre_softmax moe_router_num_groups moe_router_group_topk moe_router_topk_limited_devices
-    moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_latent_size moe_apply_probs_on_input
-    moe_mlp_glu_interleave_size moe_expert_capacity_factor moe_expert_rank_capacity_factor
-"""
+_MUST_NOT_BE = """apply_layernorm_1p layernorm_zero_centered_gamma quick_geglu glu_linear_offset
+    activation_func_clamp_value add_bias_linear add_qkv_bias rotary_interleaved rotary_seq_len_interpolation_factor
+    no_rope_freq qk_layernorm qk_l2_norm softmax_scale attention_output_gate window_size multi_latent_attention
+    experimental_attention_variant apply_residual_connection_post_layernorm use_mup mtp_num_layers is_hybrid_model
+    hybrid_override_pattern hybrid_layer_pattern heterogeneous_layers_config_path spec moe_router_pre_softmax
+    heterogeneous_layers_config_encoded_json moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+    moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_latent_size moe_apply_probs_on_input
+    moe_mlp_glu_interleave_size moe_expert_capacity_factor moe_expert_rank_capacity_factor"""
 _BALANCED_BY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # others change which experts are chosen
 
 
@@ -116,8 +113,6 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
     import torch
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
         raise CheckpointError(
@@ -133,10 +128,10 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
             args = load_common_state_dict(str(folder)).get("args")
             reader = dcp.FileSystemReader(folder)
             for key, entry in reader.read_metadata().state_dict_metadata.items():
-                if isinstance(entry, TensorStorageMetadata) and not key.startswith(left_out):
+                if isinstance(entry, dcp.TensorStorageMetadata) and not key.startswith(left_out):
                     tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
             dcp.load(tensors, storage_reader=reader)
-    except (Exception, CheckpointException) as error:  # torch raises errors of any type for damaged files
+    except (Exception, dcp.CheckpointException) as error:  # torch raises errors of any type for damaged files
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
     if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:
@@ -169,9 +164,8 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
         "rope_theta": float(args.rotary_base or 10000), "pad_token_id": None,
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         "bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": tokenizer and tokenizer.eos_id,
+        "rope_scaling": dict(LLAMA3_ROPE) if getattr(args, "use_rope_scaling", False) else None,
     }  # fmt: skip
-    if getattr(args, "use_rope_scaling", False):
-        common["rope_scaling"] = dict(LLAMA3_ROPE)
     if not args.num_experts:
         return LlamaConfig(architectures=["LlamaForCausalLM"], **common)
     common["intermediate_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
@@ -209,10 +203,8 @@ def split(matrix: Tensor, num_parts: int, config: Any) -> list[Tensor]:
 def join(parts: list[Tensor], config: Any) -> Tensor:
     import torch
 
-    if len(parts) < 3:
-        return torch.cat(parts)
-    grouped = [part.view(config.num_key_value_heads, -1, config.head_dim, part.shape[-1]) for part in parts]
-    return torch.cat(grouped, dim=1).flatten(0, 2)
+    groups = config.num_key_value_heads if len(parts) == 3 else 1
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
@@ -244,8 +236,7 @@ def check_weights(weights: dict[str, Tensor], config: Any, folder: Path) -> None
             is_there, asked = found.get(name, "(missing)"), expected.get(name, "none")
             raise CheckpointError(f"{folder} has {name} {is_there}, but its configuration asks for {asked}")
         if not weights[name].isfinite().all():
-            what = "is incomplete or holds NaN or infinite numbers"
-            raise CheckpointError(f"{name} in {folder} {what} (in {weights[name].dtype})")
+            raise CheckpointError(f"{name} in {folder} is incomplete or holds NaN or infinity ({weights[name].dtype})")
     if not (head is None or head.equal(weights["model.embed_tokens.weight"])):
         raise CheckpointError(f"{folder} ties the head to the embedding, but the two differ: it is damaged, or untied")
 

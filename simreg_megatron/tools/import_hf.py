@@ -44,27 +44,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Read the configuration and the weights of a LLaMA or Mixtral in safetensors files, and refuse damaged ones."""
+    """Read the configuration and the safetensors weights; refuse what is damaged, or other than Megatron's models."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    refuse_others(config)
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no model.safetensors (pickled .bin files could run code and are not read)")
-    weights = {name: tensor for path in files for name, tensor in load_file(path).items() if ".inv_freq" not in name}
-    check_weights(weights, config, folder)
-    dtypes = {tensor.dtype for tensor in weights.values()}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
-        found = " and ".join(sorted(map(str, dtypes)))
-        raise CheckpointError(f"{folder} has weights of {found}: all must have one type, fp32, bf16 or fp16")
-    return config, weights
-
-
-def refuse_others(config: Any) -> None:
-    """Refuse a model that computes something else than Megatron's LLaMA and Mixtral."""
     if config.model_type not in ("llama", "mixtral"):
         raise CheckpointError(f"the model is of type {config.model_type}: only llama and mixtral can be imported")
     for name, value in _MUST_BE.items():
@@ -75,6 +60,15 @@ def refuse_others(config: Any) -> None:
         only = f"Megatron has only whole bases without scaling or with {LLAMA3_ROPE}"
         raise CheckpointError(f"its config.json has rotary embeddings with base {base} and {scaling}: {only}")
     config.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no model.safetensors (pickled .bin files could run code and are not read)")
+    weights = {name: tensor for path in files for name, tensor in load_file(path).items() if ".inv_freq" not in name}
+    check_weights(weights, config, folder)
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise CheckpointError(f"{folder} has weights of {dtypes}: all must have one type, fp32, bf16 or fp16")
+    return config, weights
 
 
 def megatron_settings(config: Any) -> dict[str, Any]:
@@ -86,14 +80,12 @@ def megatron_settings(config: Any) -> dict[str, Any]:
         "group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else None,
         "normalization": "RMSNorm", "norm_epsilon": config.rms_norm_eps, "position_embedding_type": "rope",
         "rotary_base": int(base), "use_rope_scaling": scaling is not None, "swiglu": True, "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "vocab_size": config.vocab_size, "make_vocab_size_divisible_by": config.vocab_size,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "vocab_size": config.vocab_size, "make_vocab_size_divisible_by": config.vocab_size,
     }  # fmt: skip
     if config.model_type == "mixtral":
-        settings["num_experts"] = config.num_local_experts
-        settings["moe_router_topk"] = config.num_experts_per_tok
-        settings["moe_aux_loss_coeff"] = config.router_aux_loss_coef
+        settings |= {"num_experts": config.num_local_experts, "moe_router_topk": config.num_experts_per_tok}
+        settings |= {"moe_aux_loss_coeff": config.router_aux_loss_coef}
     return settings
 
 
@@ -105,8 +97,7 @@ def save(folder: Path, config: Any, weights: dict[str, Tensor]) -> None:
 
     backend.activate("force")  # Megatron's writer asks for a GPU, and needs none here
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     state: dict[str, Any] = common_state(config, weights["model.norm.weight"].dtype)
     for key, tensor in megatron_tensors(config, weights):
@@ -129,9 +120,8 @@ def common_state(config: Any, dtype: Any) -> dict[str, Any]:
     del settings["make_vocab_size_divisible_by"], settings["disable_bias_linear"]  # how rows were padded is not known
     args = argparse.Namespace(
         **settings, add_bias_linear=False, add_position_embedding=True, layernorm_epsilon=config.rms_norm_eps,
-        moe_ffn_hidden_size=None, params_dtype=dtype, padded_vocab_size=config.vocab_size,
-        seq_length=config.max_position_embeddings, tokenizer_type=None,
-        tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        moe_ffn_hidden_size=None, params_dtype=dtype, padded_vocab_size=config.vocab_size, tokenizer_type=None,
+        seq_length=config.max_position_embeddings, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
     )  # fmt: skip
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
     return {**common, "content_metadata": {"singleton_local_shards": False}}
@@ -157,12 +147,9 @@ def megatron_tensors(config: Any, weights: dict[str, Tensor]) -> Iterator[tuple[
     for key, names in LAYER.items():
         if f"model.layers.0.{names[0].format(0)}" not in weights:
             continue
-        has_experts = ".experts." in key
-        layers = []
-        for layer in range(config.num_hidden_layers):
-            matrices = [
-                join([weights[f"model.layers.{layer}.{name.format(expert)}"] for name in names], config)
-                for expert in range(config.num_local_experts if has_experts else 1)
-            ]
-            layers.append(torch.stack(matrices) if has_experts else matrices[0])
-        yield f"decoder.layers.{key}", torch.stack(layers)
+        grid = [config.num_hidden_layers, *([config.num_local_experts] if ".experts." in key else [])]
+        matrices = [
+            join([weights[f"model.layers.{layer}.{name.format(*expert)}"] for name in names], config)
+            for layer, *expert in product(*map(range, grid))
+        ]
+        yield f"decoder.layers.{key}", torch.stack(matrices).unflatten(0, grid)

@@ -5,22 +5,18 @@ Hugging Face `datasets` reads the text, tokenizes it in several processes, and k
 the set get their names when all are whole. JSON is read as lines: `datasets` would want one type for every key.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simreg_megatron.tools import builtin_corpus, indexed
-from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter
-from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from simreg_megatron.tools import builtin_corpus, tokens
+from simreg_megatron.tools.tokens import ENDINGS, MANIFEST, DataError, Tokenizer, find_changed, load_tokenizer, publish
 
 READABLE = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME, or c4"
 _KINDS = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "parquet", ".txt": "document"}
@@ -28,10 +24,28 @@ _GROUP_BYTES = 1 << 30
 _SAMPLE_CHARACTERS, _SAMPLE_GROUPS = 6_000_000, 16
 
 
+_load_once = lru_cache(maxsize=1)(lambda source, sha256: load_tokenizer(source))  # the file may change, and its hash
+
+
+class Group(NamedTuple):
+    """Files of one kind that are read and tokenized together."""
+
+    kind: str
+    files: list[str]
+    key: str
+
+    @property
+    def name(self) -> str:
+        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1:,} more"
+
+
 def add_command(commands: Any) -> None:
     text = "prepare text for training"
     data = commands.add_parser("data", help=text, description=text).add_subparsers(metavar="COMMAND", required=True)
-    builtin_corpus.add_command(data)
+    text = "build the demo's corpus from the documentation of this machine's Python libraries; another text elsewhere"
+    parser = data.add_parser("corpus-builtin", help=text, description=text)
+    parser.add_argument("--out", type=Path, default=Path("data/builtin"), help="folder of the set")
+    parser.set_defaults(run=builtin_corpus.run)
     text = "tokenize text into training and validation sets; the same command continues after it was stopped"
     parser = data.add_parser("prepare", help=text, description=text)
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
@@ -56,8 +70,8 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     manifest = prepare(**{name: value for name, value in vars(options).items() if name != "run"})
-    for side, tokens in manifest["tokens"].items():
-        print(f"{options.out / side}: {tokens:,} tokens, {manifest['documents'][side]:,} documents")
+    for side, number in manifest["tokens"].items():
+        print(f"{options.out / side}: {number:,} tokens, {manifest['documents'][side]:,} documents")
 
 
 def prepare(
@@ -83,16 +97,16 @@ def prepare(
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
         "key": key, "tokens": tokens, "valid_tokens": valid_tokens,
     }  # fmt: skip
-    if (out / indexed.MANIFEST).exists():
-        manifest: dict[str, Any] = json.loads((out / indexed.MANIFEST).read_text())
+    if (out / MANIFEST).exists():
+        manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
         if manifest.get("settings") != settings:
             raise DataError(f"{out} has a set of other settings or sources: give another --out, or remove it")
-        if changed := indexed.find_changed(out, manifest):
-            raise DataError(f"{changed} is not the file that {indexed.MANIFEST} describes: remove {out} and repeat")
+        if changed := find_changed(out, manifest):
+            raise DataError(f"{changed} is not the file that {MANIFEST} describes: remove {out} and repeat")
         return manifest
     for file in (out / f"{side}{ending}" for side in groups for ending in ENDINGS):
         if file.exists():
-            raise DataError(f"{file} is there without a {indexed.MANIFEST}: give another --out, or move it away")
+            raise DataError(f"{file} is there without a {MANIFEST}: give another --out, or move it away")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
     if not sys.stderr.isatty():
@@ -101,9 +115,8 @@ def prepare(
     try:
         with FileLock(cache / "lock", timeout=0):
             loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
-            manifest = _write_pairs(groups, loaded, settings, cache, workers)
-            indexed.publish(cache, out, manifest)
-            return manifest
+            names, counts = _write_pairs(groups, loaded, settings, cache, workers)
+            return publish(cache, out, names, counts, **loaded.describe(), settings=settings)
     except Timeout:
         raise DataError(f"another process prepares {out}: wait for its end, or give another --out") from None
 
@@ -119,18 +132,19 @@ def _train_on_sample(groups: list[Group], vocab_size: int, cache: Path) -> Token
             left -= sum(map(len, some))
             if left <= 0:
                 break
-    train_tokenizer(texts, cache / "tokenizer.model", vocab_size=vocab_size, max_sentence_length=1 << 16)
+    tokens.train_tokenizer(texts, cache / "tokenizer.model", vocab_size=vocab_size, max_sentence_length=1 << 16)
     return load_tokenizer(str(cache / "tokenizer.model"))
 
 
 def _write_pairs(
     groups: dict[str, list[Group]], tokenizer: Tokenizer, settings: dict[str, Any], cache: Path, workers: int
-) -> dict[str, Any]:
-    """Write the pairs into `cache`, and return the manifest."""
-    writers = {side: PairWriter(cache / side, tokenizer.vocab_size) for side in ("train", "valid")}
+) -> tuple[list[str], tokens.Counts]:
+    """Write the pairs into `cache`; return the names of the set's files, and documents and tokens of each side."""
+    writers = {side: tokens.PairWriter(cache / side, tokenizer.vocab_size) for side in ("train", "valid")}
     limits = ("train", settings["tokens"], settings["valid_share"]), ("valid", settings["valid_tokens"], 0.0)
     for side, limit, share in limits:
-        for ids, is_valid in _documents(groups[side], tokenizer, share, cache, workers):
+        documents = (each for group in groups[side] for each in _documents(group, tokenizer, share, cache, workers))
+        for ids, is_valid in documents:
             writers["valid" if is_valid else side].add(ids)
             if limit and writers[side].tokens >= limit:
                 break
@@ -140,31 +154,24 @@ def _write_pairs(
         raise DataError(f"there is no text for training in {', '.join(group.name for group in groups['train'])}")
     names = [f"{side}{ending}" for side, writer in writers.items() if writer.tokens for ending in ENDINGS]
     names += ["tokenizer.model"] if Path(tokenizer.source).parent == cache else []
-    return {
-        "documents": {side: writer.documents for side, writer in writers.items()},
-        "tokens": {side: writer.tokens for side, writer in writers.items()},
-        **tokenizer.describe(), "settings": settings, "files": indexed.describe_files(cache, names),
-    }  # fmt: skip
+    return names, {side: (writer.documents, writer.tokens) for side, writer in writers.items()}
 
 
-def _documents(
-    groups: list[Group], tokenizer: Tokenizer, share: float, cache: Path, workers: int
-) -> Iterator[tuple[Any, bool]]:
+def _documents(group: Group, tokenizer: Tokenizer, share: float, cache: Path, workers: int) -> Iterator[Any]:
     """Yield the ids of each document, end-of-text included, and whether it is for validation."""
     from datasets import Features, Sequence, Value
 
-    features = Features({"ids": Sequence(Value(indexed.token_dtype(tokenizer.vocab_size))), "valid": Value("bool")})
-    for group in groups:
-        print(f"> {group.name}", flush=True)
-        data = load_group(group, cache)
-        encoded = data.map(
-            _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None, features=features,
-            fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
-            remove_columns=data.column_names,
-        )  # fmt: skip
-        for table in encoded.with_format("arrow").iter(batch_size=1000):
-            for ids, is_valid in zip(table["ids"], table["valid"], strict=True):
-                yield ids.values.to_numpy(), is_valid.as_py()
+    print(f"> {group.name}", flush=True)
+    data = load_group(group, cache)
+    encoded = data.map(
+        _encode, batched=True, batch_size=200, num_proc=workers if workers > 1 else None,
+        features=Features({"ids": Sequence(Value(tokens.token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
+        fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
+        remove_columns=data.column_names,
+    )  # fmt: skip
+    for table in encoded.with_format("arrow").iter(batch_size=1000):
+        for ids, is_valid in zip(table["ids"], table["valid"], strict=True):
+            yield ids.values.to_numpy(), is_valid.as_py()
 
 
 def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, str], share: float) -> dict[str, Any]:
@@ -177,29 +184,8 @@ def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, s
     return {"ids": ids, "valid": [int.from_bytes(each, "big") < share * 2**64 for each in hashes]}
 
 
-@lru_cache(maxsize=1)
-def _load_once(source: str, sha256: str) -> Tokenizer:  # the file may be another one later
-    return load_tokenizer(source)
-
-
-class Group(NamedTuple):
-    """Files of one kind that are read and tokenized together."""
-
-    kind: str
-    files: list[str]
-    key: str
-
-    @property
-    def name(self) -> str:
-        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1:,} more"
-
-
 def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
-    """Return the files of the sources in their order, those of folders sorted, in groups of one kind and 1 GiB.
-
-    A source is a file, a folder, `c4`, or `hf:NAME[:CONFIG][@REVISION]`, of which `split` is taken. `leave_out` has
-    real paths of files to pass over.
-    """
+    """Return the files of the sources in their order, in groups of one kind and 1 GiB; `leave_out` has real paths."""
     groups: list[Group] = []
     room = 0
     for source in sources:
@@ -224,14 +210,14 @@ def _files_of(source: str, split: str) -> list[str]:
         import datasets
 
         name, _, revision = ("allenai/c4:en" if source == "c4" else source[3:]).partition("@")
-        name, _, configuration = name.partition(":")
+        name, _, configuration = name.partition(":")  # hf:NAME[:CONFIG][@REVISION]
         builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
         return [str(file) for file in builder.config.data_files.get(split, ())]  # at the commit that it has now
     return [source] if path.is_file() else []
 
 
 def _kind(name: str) -> str:
-    return _KINDS.get(Path(re.sub(r"\.(gz|zst)$", "", name)).suffix, "")
+    return _KINDS.get(Path(name.removesuffix(".gz").removesuffix(".zst")).suffix, "")
 
 
 def file_bytes(name: str) -> int:
@@ -278,8 +264,7 @@ def texts_of(group: Group, rows: dict[str, list[Any]]) -> list[str]:
             text = json.loads(row)[group.key] if group.kind == "line" else row
             text.encode()  # half of a surrogate pair is no text
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{group.name}: expected a text under the key {group.key!r} (--key), got {str(row)[:80]!r} ({error!r})"
-            ) from None
+            expected = f"expected a text under the key {group.key!r} (--key)"
+            raise DataError(f"{group.name}: {expected}, got {str(row)[:80]!r} ({error!r})") from None
         texts.append(text)
     return texts

@@ -18,7 +18,7 @@ _MODULES = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models",  # else each rank would import it, with all of transformers
     "torch._dynamo",  # the same for its first process group
-    "simreg_megatron.tools.indexed",
+    "simreg_megatron.tools.tokens",
     "simreg_megatron.plugin.hooks",
     "simreg_megatron.pretrain",
     "simreg_megatron.parallel.sequence",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from simreg_megatron.tools import builtin_corpus
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
-from simreg_megatron.tools.tokenizers import load_tokenizer, write_tokenizer
+from simreg_megatron.tools.tokens import load_tokenizer, write_tokenizer
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
 VOCABULARY = 512

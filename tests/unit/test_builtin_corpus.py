@@ -14,8 +14,7 @@ from launch.data import check_data
 from simreg_megatron import cli
 from simreg_megatron.tools import builtin_corpus
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
-from simreg_megatron.tools.indexed import DataError, read_index, read_tokens
-from simreg_megatron.tools.tokenizers import load_tokenizer
+from simreg_megatron.tools.tokens import DataError, load_tokenizer, read_index, read_tokens
 
 SENTENCE = "This function {i} of module {m} returns the sorted list of words that the reader found in the given text."
 

@@ -16,7 +16,7 @@ import torch
 from simreg_megatron import cli
 from simreg_megatron.notices import SentenceError
 from simreg_megatron.tools.evaluate import PAPER, Score, chosen_tasks, difference, score_of, table
-from simreg_megatron.tools.tokenizers import load_tokenizer, write_tokenizer
+from simreg_megatron.tools.tokens import load_tokenizer, write_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, tiny_config
 from tests.helpers.questions import NAME, write_task
 from tests.unit.test_export_hf import train_sentencepiece

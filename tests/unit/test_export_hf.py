@@ -17,7 +17,7 @@ from simreg_megatron import cli
 from simreg_megatron.tools import import_hf
 from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, checkpoint_folder, new_folder
 from simreg_megatron.tools.export_hf import LLAMA3_ROPE, export, refuse_others
-from simreg_megatron.tools.tokenizers import Tokenizer, check_size, load_tokenizer
+from simreg_megatron.tools.tokens import Tokenizer, check_size, load_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, random_weights, tiny_config
 
 transformers = pytest.importorskip("transformers")

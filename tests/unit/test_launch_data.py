@@ -12,9 +12,8 @@ import pytest
 from launch import data, launcher
 from launch.flags import LaunchError
 from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.indexed import DataError, read_tokens
 from simreg_megatron.tools.prepare_data import prepare
-from simreg_megatron.tools.tokenizers import train_tokenizer
+from simreg_megatron.tools.tokens import DataError, read_tokens, train_tokenizer
 from tests.helpers.texts import TEXTS, lines, train_hugging_face
 
 
@@ -105,7 +104,7 @@ def test_chats_are_left_to_megatron() -> None:
 
 def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network the Hub was asked for a minute first."""
-    monkeypatch.setattr("simreg_megatron.tools.tokenizers.load_tokenizer", lambda name: pytest.fail(f"fetched {name}"))
+    monkeypatch.setattr("simreg_megatron.tools.tokens.load_tokenizer", lambda name: pytest.fail(f"fetched {name}"))
     flags = [("--data-path", "PREFIX"), ("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", "PATH")]
     with pytest.raises(DataError, match="there is no PREFIX"):
         data.check_data(flags)

@@ -22,7 +22,7 @@ from launch.flags import LaunchError, flag_name, flag_names, flag_value, flatten
 from launch.options import PRESETS, RECIPES, make_parser
 from launch.plan import build_plan
 from launch.planned import Machine, Plan, resumed
-from simreg_megatron.tools.indexed import PairWriter
+from simreg_megatron.tools.tokens import PairWriter
 from tests.helpers import jobs
 from tests.megatron import runs
 

@@ -15,10 +15,9 @@ import zstandard
 from filelock import FileLock
 
 from simreg_megatron import cli
-from simreg_megatron.tools import indexed, prepare_data
-from simreg_megatron.tools.indexed import DataError, PairWriter, read_index, read_tokens
+from simreg_megatron.tools import prepare_data, tokens
 from simreg_megatron.tools.prepare_data import prepare
-from simreg_megatron.tools.tokenizers import load_tokenizer
+from simreg_megatron.tools.tokens import DataError, PairWriter, load_tokenizer, read_index, read_tokens
 from tests.helpers.quick import quick
 from tests.megatron import runs
 
@@ -106,7 +105,7 @@ def test_megatrons_builder_writes_the_same(tmp_path: Path, vocab_size: int) -> N
 def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenized text is not tokenized again, and the number of workers changes nothing."""
     monkeypatch.setattr(prepare_data, "_GROUP_BYTES", 1)  # each file alone
-    monkeypatch.setattr(indexed.shutil, "rmtree", lambda *_, **__: None)  # keep OUT/cache
+    monkeypatch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # keep OUT/cache
     first = write_source(tmp_path / "a", "jsonl", LINES)
     second = tmp_path / "b.jsonl"
     second.write_bytes(b"".join(LINES[:20]) + b'{"text": \n')

@@ -20,7 +20,7 @@ from launch.options import LAYOUTS, PRESETS, TINY
 from launch.planned import ROOT
 from launch.slurm import chain, submit
 from launch.slurm.job import DEFAULT, Site, read_site, render
-from simreg_megatron.tools.indexed import PairWriter
+from simreg_megatron.tools.tokens import PairWriter
 from tests.helpers import jobs
 
 LLAMA = "launch/pretrain_llama.sh"

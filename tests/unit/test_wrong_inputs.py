@@ -14,7 +14,7 @@ from launch.slurm import submit
 from simreg_megatron import cli
 from simreg_megatron.cpu.installed import python_path
 from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.tokenizers import train_tokenizer
+from simreg_megatron.tools.tokens import train_tokenizer
 from tests.helpers import jobs
 from tests.helpers.texts import TEXTS, lines
 

@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load, train and export tokenizers: a sentencepiece `.model`, or a Hugging Face folder or name."""
+"""Token ids: the tokenizers that make them, and Megatron's .bin/.idx pairs that hold them.
 
-from __future__ import annotations
+A tokenizer is a sentencepiece `.model`, or a Hugging Face folder or name. PREFIX.bin holds all token ids. PREFIX.idx
+holds, after a header, the length (int32) and the byte offset (int64) of every sequence, and the number of sequences
+before the end of every document (int64). A document is one sequence here; an empty one has none. The bytes are those of
+Megatron's IndexedDatasetBuilder, whose import takes seconds and a GPU.
+"""
 
 import argparse
 import contextlib
 import hashlib
 import io
 import json
+import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from simreg_megatron.notices import SentenceError
 from simreg_megatron.tools.checkpoints import CheckpointError
-from simreg_megatron.tools.indexed import DataError, sha256, token_dtype
 
+ENDINGS, MANIFEST = (".bin", ".idx"), "manifest.json"
+Counts = dict[str, tuple[int, int]]  # documents and tokens of each side of a set
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, ends of documents (with a leading 0)
+_TYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
 _SAMPLE_CHARACTERS = 3_000_000  # enough for a small vocabulary, and takes seconds instead of minutes
 # Tokenizers with equal vocabularies may still differ: in cases, digits, spaces, other scripts, bytes.
 _PROBE = (
@@ -25,6 +37,121 @@ _PROBE = (
 )
 _FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
 _SPACE = "\u2581"  # sentencepiece's sign for a space
+
+
+class DataError(SentenceError):
+    """A text, tokenizer or data set that cannot be used; the message says why and how to fix it."""
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Return the type of token ids by Megatron's rule: uint16 for vocabularies below 65,500, else int32."""
+    return "uint16" if vocab_size < 65500 else "int32"
+
+
+class PairWriter:
+    """Write PREFIX.bin and PREFIX.idx, document by document; the number of token ids decides their type."""
+
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self._prefix, self._dtype = prefix, token_dtype(vocab_size)
+        self._bin = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115
+        self._lengths = array("i")
+        self.documents = self.tokens = 0
+
+    def add(self, ids: Iterable[int]) -> None:
+        import numpy as np
+
+        found = np.asarray(ids, dtype=self._dtype)
+        self._bin.write(found.tobytes())
+        self._lengths.append(len(found))
+        self.documents += 1
+        self.tokens += len(found)
+
+    def close(self) -> None:
+        import numpy as np
+
+        self._bin.close()
+        lengths = np.array(self._lengths, np.int32)
+        sequences = lengths[lengths > 0]
+        code, item_bytes = next((code, size) for code, (name, size) in _TYPES.items() if name == self._dtype)
+        offsets, ends = np.cumsum(sequences, dtype=np.int64) - sequences, np.cumsum(lengths > 0, dtype=np.int64)
+        header = _HEADER.pack(_MAGIC, 1, code, len(sequences), len(lengths) + 1)
+        parts = (header, sequences.tobytes(), (offsets * item_bytes).tobytes(), bytes(8), ends.tobytes())
+        Path(f"{self._prefix}.idx").write_bytes(b"".join(parts))
+
+
+class Index(NamedTuple):
+    """Contents of PREFIX.idx: the ids' numpy type, and the numbers of sequences, documents and tokens."""
+
+    dtype: str
+    sequences: int
+    documents: int
+    tokens: int
+
+
+def read_index(prefix: str | os.PathLike[str]) -> Index:
+    """Read the index of a pair without numpy; a DataError if a file is missing or cut, or they are of two pairs."""
+    if not is_pair(prefix):
+        raise DataError(explain_missing(prefix))
+    data, path = (Path(f"{os.fspath(prefix)}{ending}") for ending in ENDINGS)
+    with path.open("rb") as stream:
+        head = stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
+        magic, version, code, sequences, documents = _HEADER.unpack(head)
+        size = _HEADER.size + 12 * sequences + 8 * documents
+        if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size or not sequences:
+            raise DataError(f"{path} is not a whole Megatron index of token ids: prepare the data again")
+        stream.seek(_HEADER.size + 4 * (sequences - 1))
+        last = stream.read(4)  # the length of the last sequence, and its offset
+        stream.seek(_HEADER.size + 12 * sequences - 8)
+        length, offset = struct.unpack("<iq", last + stream.read(8))
+    dtype, item_bytes = _TYPES[code]
+    expected = offset + length * item_bytes
+    if data.stat().st_size != expected:
+        raise DataError(f"{data} has {data.stat().st_size} bytes and its .idx says {expected}: copy both again")
+    return Index(dtype, sequences, documents - 1, expected // item_bytes)
+
+
+def read_tokens(prefix: str | os.PathLike[str]) -> Any:
+    """Map all token ids of a pair into a numpy array [tokens], without reading them."""
+    import numpy as np
+
+    return np.memmap(f"{os.fspath(prefix)}.bin", dtype=read_index(prefix).dtype, mode="r")
+
+
+def explain_missing(prefix: str | os.PathLike[str]) -> str:
+    return f"there is no {prefix}.bin with {prefix}.idx: give the path of both without the ending, or prepare the data"
+
+
+def is_pair(prefix: str | os.PathLike[str]) -> bool:
+    return all(Path(f"{os.fspath(prefix)}{ending}").is_file() for ending in ENDINGS)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()  # hashlib.file_digest came with Python 3.11
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+
+
+def find_changed(folder: Path, manifest: dict[str, Any]) -> Path | None:
+    """Return the first file of a set that is missing or of another size than its manifest says."""
+    sizes = {folder / name: facts["bytes"] for name, facts in manifest["files"].items()}
+    return next((path for path, size in sizes.items() if not path.is_file() or path.stat().st_size != size), None)
+
+
+def publish(work: Path, out: Path, names: Sequence[str], counts: Counts, **facts: Any) -> dict[str, Any]:
+    """Move the files of a whole set from the folder `work` to `out`, the manifest last, which is returned."""
+    documents, tokens = ({side: counted[place] for side, counted in counts.items()} for place in (0, 1))
+    manifest = {"documents": documents, "tokens": tokens, **facts, "files": describe_files(work, names)}
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for name in (*names, MANIFEST):
+        (work / name).replace(out / name)
+    shutil.rmtree(work)
+    return manifest
 
 
 class Tokenizer(NamedTuple):
@@ -38,7 +165,6 @@ class Tokenizer(NamedTuple):
     encode: Callable[[Sequence[str]], list[list[int]]]
 
     def describe(self) -> dict[str, Any]:
-        """Describe the tokenizer in the manifest of a set."""
         return {
             "dtype": token_dtype(self.vocab_size), "vocab_size": self.vocab_size, "eos_id": self.eos_id,
             "bos_id": self.bos_id, "tokenizer_name": Path(self.source).name, "tokenizer_sha256": self.sha256,
@@ -82,10 +208,7 @@ def _load_hugging_face(source: str) -> Tokenizer:
 
 
 def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **options: Any) -> None:
-    """Train byte pairs on a fixed random draw of the texts: ids 0 unknown, 1 begin, 2 end of text; every byte is one.
-
-    `options` are sentencepiece's, which writes those given into the model, so that its bytes depend on them.
-    """
+    """Train byte pairs on a fixed random draw of the texts: ids 0 unknown, 1 begin, 2 end of text; any byte is one."""
     import sentencepiece
 
     shuffled, lines, room = list(texts), [], _SAMPLE_CHARACTERS
@@ -99,7 +222,7 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **op
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True,
         character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False,
-        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2, **options,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2, **options,  # bytes of the model, too
     )  # fmt: skip
     output.write_bytes(model.getvalue())
 
@@ -150,9 +273,8 @@ def _convert(tokenizer: Tokenizer, folder: Path) -> None:
     fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     fast.pre_tokenizer = None
     tokens = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
-    settings = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
-    settings |= {"clean_up_tokenization_spaces": False, "add_bos_token": False}
-    settings |= {"split_special_tokens": True}  # a "</s>" in a text stays text
+    settings: dict[str, Any] = {name: model.id_to_piece(number) for name, number in tokens.items() if number >= 0}
+    settings |= {"clean_up_tokenization_spaces": False, "add_bos_token": False, "split_special_tokens": True}
     transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **settings).save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     entries = {**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}  # known to release 4
