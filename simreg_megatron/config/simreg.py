@@ -12,8 +12,7 @@ from simreg_megatron import objectives
 from simreg_megatron.config.schedule import Schedule, parsed
 from simreg_megatron.config.together import checked_together, settings_of_parts
 from simreg_megatron.config.values import TEMPERATURES, as_typed, checked_lambda, checked_layers, refuse_other_kinds
-from simreg_megatron.objectives.options import checked_options
-from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar
+from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar, checked_options
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, authors_lambda
 
 SCOPES = ("exact", "local")

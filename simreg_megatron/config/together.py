@@ -11,8 +11,7 @@ from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.config.values import as_typed, checked_lambda
-from simreg_megatron.objectives.options import Pairs, checked_option, checked_options, words
-from simreg_megatron.objectives.record import Kind
+from simreg_megatron.objectives.record import Kind, Pairs, checked_option, checked_options, words
 
 Settings = Mapping[str, Any]
 _OWN = ("objective", "objective_options", "temperature", "lambda_")  # of each objective, not shared

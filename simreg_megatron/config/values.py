@@ -9,7 +9,7 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-from simreg_megatron.objectives.options import counts_from_one
+from simreg_megatron.objectives.record import counts_from_one
 
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""

@@ -33,37 +33,24 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def find(name: str) -> Objective:
-    """Return the record of an objective.
-
-    Raises:
-        ValueError: there is none of this name, or a package's own is not what it should be.
-    """
+    """Return the record of an objective; a ValueError if there is none of this name, or a package's own is wrong."""
     points = [*importlib.metadata.entry_points(group=GROUP, name=name)]  # of several packages, or a name of this one
     if len({point.value for point in points}) + (name in BUILT_IN) > 1:  # the import path would decide between them
         packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
-        raise ValueError(
-            f"SimReg objective {name} is brought by {packages}{', and is one of its own' if name in BUILT_IN else ''}: "
-            "uninstall one of these packages, or rename its objective"
-        )
+        also = ", and is one of its own" if name in BUILT_IN else ""
+        how = "uninstall one of these packages, or rename its objective"
+        raise ValueError(f"SimReg objective {name} is brought by {packages}{also}: {how}")
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not points:
         raise ValueError(f"unknown SimReg objective {name!r}: choose from {', '.join(names())}")
-    point = points[0]
+    source = f"SimReg objective {name} comes from {points[0].value}, which"
     try:
-        record = point.load()
+        record: Objective = points[0].load()
+        fault = f"it is not an Objective of that name but {getattr(record, 'name', type(record).__name__)!r}"
+        fault = record.fault() if isinstance(record, Objective) and record.name == name else fault
     except Exception as error:
-        raise ValueError(
-            f"SimReg objective {name} comes from {point.value}, which cannot be imported: {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    if not isinstance(record, Objective) or record.name != name:
-        raise ValueError(
-            f"SimReg objective {name} comes from {point.value}, which is not an Objective of that name but "
-            f"{getattr(record, 'name', type(record).__name__)!r}"
-        )
-    try:
-        record.refuse_faults()
-    except Exception as error:
-        raise ValueError(f"SimReg objective {name} comes from {point.value}, which is wrong: {error}") from error
+        raise ValueError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
+    if fault:
+        raise ValueError(f"{source} is wrong: {fault}")
     return record

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of an objective: all that the flags, the refusals, the log, the docs and the tests need to know."""
+"""The record of an objective, which flags, refusals, log, docs and tests follow, and the check of its options."""
 
 from __future__ import annotations
 
 import enum
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+Pairs = tuple[tuple[str, str | float], ...]
 OptionKind = tuple[str, ...] | int | float | str
 """A tuple of words to choose from, the default first, of which the terms are given the chosen one (True or False where
 they are "yes" and "no"); or the default number: an int takes whole numbers from 0 only, a float any number; or a
@@ -73,7 +75,8 @@ class Objective:
         temperature: the default, or None if it has none.
         options: by name, the default first; see `OptionKind`.
         limits: the least and the most that an option may be, for numbers that have both or one of them.
-        idle_with: by name of an option, the other one and its value with which it has no effect.
+        idle_with: by name of an option, the other one (or several, "a b") and the value with which it has no effect.
+        excludes: what is wrong with some choices together, such as ("exclude_self=yes", "target=instance").
         other_options: options that only the plugin reads; they are not passed to the terms.
         not_offered: (option, value) of the original method that the plugin does not support, and why.
         terms: computes its terms, see `Kind`; None in this package, where `parallel.objectives` has them.
@@ -104,6 +107,7 @@ class Objective:
     options: Mapping[str, OptionKind] = field(default_factory=dict)
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     idle_with: Mapping[str, tuple[str, str | float]] = field(default_factory=dict)
+    excludes: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     other_options: tuple[str, ...] = ()
     not_offered: Mapping[tuple[str, str], str] = field(default_factory=dict)
     terms: Callable[..., Any] | None = None
@@ -125,7 +129,7 @@ class Objective:
         return self.kind if self.kind_of is None else self.kind_of(options)
 
     def compares_in_chunks(self, options: Options) -> bool:
-        """Return whether tokens of a chunk are compared, so that the chunk size has an effect."""
+        """Return whether the chunk size has an effect."""
         kind = self.kind_with(options)
         return kind is Kind.SIMREG or (kind not in (Kind.SEQUENCES, Kind.HEAD) and self.has_chunks(options))
 
@@ -141,19 +145,93 @@ class Objective:
             names += ["layers", "placement"]
         return names if self.compares_in_chunks(options) else [*names, "chunk_size"]
 
-    def refuse_faults(self) -> None:
-        """Raise ValueError for a record that would end a run in its first step: no terms, or with other parameters."""
-        if self.terms is None and self.kind is not Kind.SIMREG:
-            raise ValueError("it has no function that computes its terms (terms)")
+    def fault(self) -> str:
+        """Say what would end a run in its first step, such as terms with other parameters; return "" for nothing."""
+        if self.terms is None:
+            return "" if self.kind is Kind.SIMREG else "it has no function that computes its terms (terms)"
         for name, known in self.options.items():
             if not (isinstance(known, str | int | float) or (isinstance(known, tuple) and known)):
-                raise ValueError(f"its option {name} has {known!r} where words or a default belong")
+                return f"its option {name} has {known!r} where words or a default belong"
         if self.kind is Kind.HEAD and (idle := self.options.keys() - {"prefixes"}):
-            raise ValueError(f"its terms are given losses alone, so its option {min(idle)} would have no effect")
-        if self.terms is None or self.kind is not Kind.PAIRS:
-            return
+            return f"its terms are given losses alone, so its option {min(idle)} would have no effect"
         taken = inspect.signature(self.terms).parameters
         given = {"temperature"} if self.temperature is not None else set()
         missing = (given | self.options.keys()) - set(self.other_options) - taken.keys()
-        if missing and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
-            raise ValueError(f"its terms do not take {', '.join(sorted(missing))}")
+        if self.kind is not Kind.PAIRS or any(one.kind is one.VAR_KEYWORD for one in taken.values()) or not missing:
+            return ""
+        return f"its terms do not take {', '.join(sorted(missing))}"
+
+
+def words(value: object) -> list[tuple[str, object]]:
+    """Read options given as a mapping, as pairs, or as text: "form=supcon_out,self_positive=never"."""
+    if isinstance(value, str):
+        found: list[Any] = [word.partition("=")[::2] for word in value.split(",") if word]
+    elif isinstance(value, Mapping):
+        found = list(value.items())
+    else:
+        found = list(value) if isinstance(value, list | tuple) else [value]
+    for pair in found:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2):
+            kinds = 'a mapping, pairs, or text such as "form=supcon_out,self_positive=never"'
+            raise ValueError(f"SimReg objective options must be {kinds}, not {pair!r}")
+    named = []
+    for word, setting in found:  # "self-positive" is self_positive; the objective before a dot keeps its hyphens
+        objective, dot, name = str(word).strip().rpartition(".")
+        named.append((objective + dot + name.replace("-", "_"), setting))
+    for name, count in Counter(name for name, _ in named).items():
+        if count > 1:
+            raise ValueError(f"SimReg objective option {name} is given {count} times: leave one of them")
+    return named
+
+
+def checked_options(objective: Objective, value: object) -> Pairs:
+    """Return all options of the objective, with defaults for those not given; its own name may stand before each."""
+    own = f"{objective.name}."
+    known, given = objective.options, {name.removeprefix(own): setting for name, setting in words(value)}
+    for name, setting in given.items():
+        why = objective.not_offered.get((name, str(setting)))
+        if why or name not in known:
+            why = why or f"its options are {', '.join(known) or 'none'}"
+            raise ValueError(f"SimReg objective {objective.name} does not support {name}={setting}: {why}")
+    values = {name: checked_option(name, known[name], given.get(name)) for name in known}
+    chosen, faults = {f"{name}={setting}" for name, setting in values.items()}, []
+    for name, (least, most) in objective.limits.items():
+        if not least <= float(values[name]) <= most:
+            may_be = f"at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
+            faults.append(f"{name} must be {may_be}, not {values[name]:g}")
+    for name, (others, setting) in objective.idle_with.items():
+        named = others.split()
+        if values[name] != checked_option(name, known[name], None) and all(values[one] == setting for one in named):
+            faults.append(f"{name} has no effect with {' and '.join(f'{one}={setting}' for one in named)}: drop it")
+    faults += [why for choices, why in objective.excludes.items() if chosen.issuperset(choices)]
+    for fault in faults:
+        raise ValueError(f"SimReg objective {objective.name}: {fault}")
+    return tuple(values.items())
+
+
+def checked_option(name: str, known: OptionKind, value: object) -> str | float:
+    """Check one option and return it, or its default for None."""
+    checked: str | float
+    if isinstance(known, tuple):
+        checked = str(known[0] if value is None else value)
+        fits, kind = value is None or value in known, f"one of {', '.join(known)}"
+    elif isinstance(known, str):
+        checked, kind = str(known if value is None else value), f"{known}, or whole numbers from 1 such as 64/128"
+        fits = checked == known or all(map(counts_from_one, checked.split("/")))
+    else:
+        try:
+            checked = 0.0 + float(known if value is None else value)  # type: ignore[arg-type]  # of -0.0 it makes 0.0
+        except (TypeError, ValueError):
+            checked = math.nan
+        fits, kind = math.isfinite(checked), "a number"
+        if isinstance(known, int):
+            fits, kind = fits and checked >= 0 and checked == int(checked), "a whole number of 0 or more"
+            checked = int(checked) if fits else checked
+    if not fits:
+        raise ValueError(f"SimReg objective option {name} must be {kind}, not {value!r}")
+    return checked
+
+
+def counts_from_one(text: str) -> bool:
+    """Return whether the text is a whole number above 0, with no more digits than a layer or feature can have."""
+    return text.isdecimal() and len(text) < 10 and int(text) > 0

@@ -10,22 +10,16 @@ from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, 
 TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
 
 SIMCSE = Objective(
-    name="simcse",
-    kind=Kind.SEQUENCES,
-    asks="two views of a sequence closer than other sequences",
-    labels="no",
-    sent="sums of states of each sequence",
-    temperature=0.05,
+    name="simcse", kind=Kind.SEQUENCES, temperature=0.05,
+    asks="two views of a sequence closer than other sequences", labels="no", sent="sums of states of each sequence",
     options={"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
     not_offered={("view", "forward2"): TWICE},
     takes_rows=lambda options: True,
-    example=ExampleSettings(chunk_size=None),
-    invariant=("rotation", "names"),
-)
+    example=ExampleSettings(chunk_size=None), invariant=("rotation", "names"),
+)  # fmt: skip
 
 
-LARGEST_SCALE = 100.0
-"""Upper limit of a learned scale of the cosines."""
+LARGEST_SCALE = 100.0  # upper limit of a learned scale of the cosines
 
 
 def _check_cpretrain(options: Options, temperature: float, _: int) -> None:
@@ -43,23 +37,18 @@ def _scalars_of_cpretrain(options: Options, temperature: float) -> dict[str, Sca
 
 
 CPRETRAIN = Objective(
-    name="cpretrain",
-    kind=Kind.PAIRS,
+    name="cpretrain", kind=Kind.PAIRS, temperature=0.1,
     kind_of=lambda options: Kind.SEQUENCES if options["level"] == "sequence" else Kind.PAIRS,
     asks="each token closer to the next of its label than to those of other pairs",
-    temperature=0.1,
     options={"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
-    idle_with={"same_label": ("level", "sequence")},
-    other_options=("level", "scale"),
-    check=_check_cpretrain,
-    scalars=_scalars_of_cpretrain,
+    idle_with={"same_label": ("level", "sequence")}, other_options=("level", "scale"),
+    check=_check_cpretrain, scalars=_scalars_of_cpretrain,
     takes_rows=lambda options: options["level"] == "sequence",
     invariant=("scale", "rotation", "names"),
-)
+)  # fmt: skip
 
 
-PER_PAIR_TOKENS = 256
-"""Longest chunk of form "per_pair", which holds chunk^3 numbers."""
+PER_PAIR_TOKENS = 256  # longest chunk of form "per_pair", which holds chunk^3 numbers
 
 
 def _check_creg(options: Options, _: float, chunk_size: int) -> None:
@@ -71,39 +60,25 @@ def _check_creg(options: Options, _: float, chunk_size: int) -> None:
 
 
 CREG = Objective(
-    name="creg",
-    kind=Kind.PAIRS,
+    name="creg", kind=Kind.PAIRS, temperature=0.1,
     asks="each state of a label closer than all of other labels",
-    temperature=0.1,
     options={"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
-    check=_check_creg,
-    not_offered={("prediction_consistency", "yes"): TWICE},
+    check=_check_creg, not_offered={("prediction_consistency", "yes"): TWICE},
     invariant=("scale", "rotation", "names", "order"),
-)
-
-
-def _check_sce(options: Options, *_: float) -> None:
-    if options["exclude_self"] == "yes" and options["target"] == "instance":
-        raise ValueError("exclude_self=yes leaves target=instance without its only entry: use target=label")
-
-
+)  # fmt: skip
 SCE = Objective(
-    name="sce",
-    kind=Kind.PAIRS,
+    name="sce", kind=Kind.PAIRS, temperature=0.1,
     asks="similarities like a mixture of the labels' and the states' own",
-    temperature=0.1,
     options={
-        "target": ("label", "instance"),
-        "exclude_self": ("no", "yes"),
-        "coupling": 0.5,
-        "target_temperature": 0.07,
+        "target": ("label", "instance"), "exclude_self": ("no", "yes"), "coupling": 0.5, "target_temperature": 0.07,
     },
     limits={"coupling": (0, 1), "target_temperature": (1e-4, 1e4)},
     idle_with={"target_temperature": ("coupling", 1), "target": ("coupling", 0)},
-    check=_check_sce,
+    excludes={("exclude_self=yes", "target=instance"):
+              "exclude_self=yes leaves target=instance without its only entry: use target=label"},
     not_offered={("keys", "ema"): "it needs a second model whose weights follow the first: leave the option out"},
     invariant=("scale", "rotation", "names", "order"),
-)
+)  # fmt: skip
 
 
 UNSCALED = (
@@ -117,39 +92,22 @@ def _by_chunk(options: Options) -> bool:
 
 
 SIGREG = Objective(
-    name="sigreg",
-    kind=Kind.SUMS,
-    asks="an isotropic Gaussian, seen through random directions",
-    labels="no",
+    name="sigreg", kind=Kind.SUMS,
+    asks="an isotropic Gaussian, seen through random directions", labels="no",
     sent="2 x knots x directions numbers a sample",
     options={
-        "estimator": ("mean", "epps-pulley"),
-        "normalize": ("sqrt-d", "unit", "none"),
-        "sample": ("chunk", "micro-batch", "replicas"),
-        "directions": 0,  # the estimator's own number
-        "seed": 0,
+        "estimator": ("mean", "epps-pulley"), "normalize": ("sqrt-d", "unit", "none"),
+        "sample": ("chunk", "micro-batch", "replicas"), "directions": 0, "seed": 0,  # directions: 0 is the estimator's
     },
     limits={"directions": (0, 65_536)},  # each is as wide as a state
     warning=lambda options: UNSCALED if options["normalize"] == "unit" else None,
-    draws=True,
-    has_chunks=_by_chunk,
-    takes_rows=_by_chunk,
-    example=ExampleSettings(weight=0.3),
-    invariant=("scale", "names", "order"),
-)
+    draws=True, has_chunks=_by_chunk, takes_rows=_by_chunk,
+    example=ExampleSettings(weight=0.3), invariant=("scale", "names", "order"),
+)  # fmt: skip
 
 
 _SIGMOID_SCALARS = {"both": ("log_t", "bias"), "t": ("log_t",), "bias": ("bias",), "none": ()}
 _SIGMOID_DELTA = 0.5  # delta = sigmoid(0.5), where the source begins
-
-
-def _meets_heads(options: Options) -> bool:
-    return options["pairs"] == "hidden-head"
-
-
-def _check_sigmoid(options: Options, *_: float) -> None:
-    if options["adapter"] == "yes" and not _meets_heads(options):
-        raise ValueError("adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head")
 
 
 def _scalars_of_sigmoid(options: Options, temperature: float) -> dict[str, Scalar]:
@@ -163,98 +121,63 @@ def _scalars_of_sigmoid(options: Options, temperature: float) -> dict[str, Scala
 
 
 SIGMOID = Objective(
-    name="sigmoid",
-    kind=Kind.PAIRS,
+    name="sigmoid", kind=Kind.PAIRS, temperature=0.1,
     asks="each pair on its side of one threshold",
-    temperature=0.1,
     options={
-        "param": ("relative", "absolute"),
-        "pair_reduction": ("anchor", "pair", "balanced"),
-        "trains": ("both", "t", "bias", "none"),
-        "bias": 0.0,
-        "self_positive": ("never", "always"),
-        "pairs": ("labels", "hidden-head"),
-        "adapter": ("no", "yes"),
+        "param": ("relative", "absolute"), "pair_reduction": ("anchor", "pair", "balanced"),
+        "trains": ("both", "t", "bias", "none"), "bias": 0.0, "self_positive": ("never", "always"),
+        "pairs": ("labels", "hidden-head"), "adapter": ("no", "yes"),
     },
     idle_with={"self_positive": ("pairs", "hidden-head")},  # where a token meets its own row in any case
-    other_options=("trains", "pairs", "adapter"),
-    check=_check_sigmoid,
-    scalars=_scalars_of_sigmoid,
-    meets_heads=_meets_heads,
+    excludes={("adapter=yes", "pairs=labels"):
+              "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"},
+    other_options=("trains", "pairs", "adapter"), scalars=_scalars_of_sigmoid,
+    meets_heads=lambda options: options["pairs"] == "hidden-head",
     example=ExampleSettings(weight=0.1, options="pair_reduction=balanced,trains=none"),
     invariant=("scale", "rotation", "names", "order"),
-)
+)  # fmt: skip
 
 
 _MIC_PARTS = ("correlation", "variance", "balance", "uniformity")
 
-
-def _check_mic(options: Options, *_: float) -> None:
-    if not any(options[name] for name in _MIC_PARTS):
-        raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
-    for name, default, parts in (("norm_scope", "sequence", _MIC_PARTS[:2]), ("pool", "chunk", _MIC_PARTS[2:])):
-        if options[name] != default and not any(options[part] for part in parts):
-            raise ValueError(f"SimReg objective option {name} has no effect while {' and '.join(parts)} are 0: drop it")
-
-
 MIC = Objective(
-    name="mic",
-    kind=Kind.SUMS,
-    asks="first features that do not repeat the others, and are spread",
-    labels="no",
+    name="mic", kind=Kind.SUMS,
+    asks="first features that do not repeat the others, and are spread", labels="no",
     sent="means, deviations, and a matrix of correlations",
     options={
-        "prefixes": "auto",
-        "pool": ("chunk", "sequence", "token"),
-        "norm_scope": ("sequence", "batch"),
-        "threshold": 0.1,
-        "t": 2.0,
-        **dict.fromkeys(_MIC_PARTS, 1.0),
+        "prefixes": "auto", "pool": ("chunk", "sequence", "token"), "norm_scope": ("sequence", "batch"),
+        "threshold": 0.1, "t": 2.0, **dict.fromkeys(_MIC_PARTS, 1.0),
     },
     limits=dict.fromkeys(("threshold", "t", *_MIC_PARTS), (0, math.inf)),
-    idle_with={"threshold": ("correlation", 0), "t": ("uniformity", 0)},
-    check=_check_mic,
-    has_chunks=lambda options: options["pool"] == "chunk",
-    takes_rows=lambda options: True,
+    idle_with={
+        "threshold": ("correlation", 0), "t": ("uniformity", 0),
+        "norm_scope": ("correlation variance", 0), "pool": ("balance uniformity", 0),
+    },
+    excludes={tuple(f"{part}=0.0" for part in _MIC_PARTS): "the weights of all four parts are 0: leave one above 0"},
+    has_chunks=lambda options: options["pool"] == "chunk", takes_rows=lambda options: True,
     prefixes_below_width=True,  # it compares with the rest
-    example=ExampleSettings(weight=0.02),
-    invariant=("names", "order"),
-)
-
-
+    example=ExampleSettings(weight=0.02), invariant=("names", "order"),
+)  # fmt: skip
 DISPERSION = Objective(
-    name="dispersion",
-    kind=Kind.SUMS,
-    asks="pairs of tokens at wide angles",
-    labels="no",
-    sent="states of the sampled tokens",
-    temperature=1.0,
+    name="dispersion", kind=Kind.SUMS, temperature=1.0,
+    asks="pairs of tokens at wide angles", labels="no", sent="states of the sampled tokens",
     options={"tokens": 256, "clamp": 0.0, "seed": 0},
     limits={"tokens": (2, math.inf), "clamp": (0, 0.99)},
-    draws=True,
-    has_chunks=lambda options: False,
-    takes_rows=lambda options: True,
-    example=ExampleSettings(options="tokens=8", chunk_size=None),
-    invariant=("scale", "rotation", "names"),
-)
-
-
+    draws=True, has_chunks=lambda options: False, takes_rows=lambda options: True,
+    example=ExampleSettings(options="tokens=8", chunk_size=None), invariant=("scale", "rotation", "names"),
+)  # fmt: skip
 PREFIXES_CE = Objective(
-    name="prefixes-ce",
-    kind=Kind.HEAD,
+    name="prefixes-ce", kind=Kind.HEAD,
     asks="first features that predict the next token by themselves",
     sent="prefixes of states, where sequence parallelism splits them",
     options={"prefixes": "auto"},
     prefixes_below_width=True,  # all features are what the language-model loss itself has
     example=ExampleSettings(weight=0.5, options="prefixes=8/32", chunk_size=None),
-)
+)  # fmt: skip
 Z_LOSS = Objective(
-    name="z-loss",
-    kind=Kind.HEAD,
-    asks="normalizers of the logits near 0",
-    labels="no",
-    sent="as with `prefixes-ce`",
+    name="z-loss", kind=Kind.HEAD,
+    asks="normalizers of the logits near 0", labels="no", sent="as with `prefixes-ce`",
     example=ExampleSettings(weight=0.05, chunk_size=None),
-)
+)  # fmt: skip
 
 RIVALS = SIMCSE, CPRETRAIN, CREG, SCE, SIGREG, SIGMOID, MIC, DISPERSION, PREFIXES_CE, Z_LOSS

@@ -39,31 +39,18 @@ def _warn_of_placebo(options: Options) -> str:
 
 
 SIMREG = Objective(
-    name="simreg",
-    kind=Kind.SIMREG,
+    name="simreg", kind=Kind.SIMREG, temperature=_TEMPERATURE,
     asks="states of one label closer than all others, by a softmax",
-    temperature=_TEMPERATURE,
-    options={"prefixes": "whole"},
-    invariant=("scale", "rotation", "names", "order"),
-)
+    options={"prefixes": "whole"}, invariant=("scale", "rotation", "names", "order"),
+)  # fmt: skip
 PLACEBO = Objective(
-    name="placebo",
-    kind=Kind.SIMREG,
+    name="placebo", kind=Kind.SIMREG, temperature=_TEMPERATURE,
     asks="SimReg with labels moved around inside each chunk: a control",
-    temperature=_TEMPERATURE,
-    options={"prefixes": "whole", "labels": ("permuted", "none"), "seed": 0},
-    idle_with={"seed": ("labels", "none")},
-    warning=_warn_of_placebo,
-    draws=True,
-    relabels=True,
-    invariant=("scale", "rotation", "names"),
-)
+    options={"prefixes": "whole", "labels": ("permuted", "none"), "seed": 0}, idle_with={"seed": ("labels", "none")},
+    warning=_warn_of_placebo, draws=True, relabels=True, invariant=("scale", "rotation", "names"),
+)  # fmt: skip
 NONE = Objective(
-    name="none",
-    kind=Kind.SIMREG,
+    name="none", kind=Kind.SIMREG, temperature=_TEMPERATURE, trains=False,
     asks="nothing: SimReg is measured in log steps, and not trained on",
-    temperature=_TEMPERATURE,
-    trains=False,
-    example=ExampleSettings(weight=0.0),
-    invariant=("scale", "rotation", "names", "order"),
-)
+    example=ExampleSettings(weight=0.0), invariant=("scale", "rotation", "names", "order"),
+)  # fmt: skip

@@ -56,7 +56,7 @@ def test_it_is_in_the_flags_and_in_combinations_and_not_imported_before(package:
         "cli.main(['flags'])"
     )
     said = " ".join(run(package, "-c", ask).split())
-    assert "{'power': 3.0} 0.1 unknown option 'force' of SimReg objective toy: it has power" in said
+    assert "{'power': 3.0} 0.1 SimReg objective toy does not support force=1: its options are power" in said
     assert "z-loss, placebo, toy, none" in said
     words = ("--simreg-objective", "toy", "--simreg-lambda", "1", "--dry-run")
     said = run(package, "launch/pretrain_llama.sh", *words)
@@ -93,8 +93,8 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
     try:
         for name, sentence in (
             ("broken", "comes from no_such_module:X, which cannot be imported: ModuleNotFound"),
-            ("other", "which is not an Objective of that name but 'str'"),
-            ("named", "which is not an Objective of that name but 'creg'"),
+            ("other", "which is wrong: it is not an Objective of that name but 'str'"),
+            ("named", "which is wrong: it is not an Objective of that name but 'creg'"),
             ("empty", "which is wrong: it has no function that computes its terms"),
             ("cold", "its terms do not take temperature"),
             ("head", "its terms are given losses alone, so its option power would have no effect"),
