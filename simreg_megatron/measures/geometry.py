@@ -6,6 +6,7 @@ Sums and counts, never means: they add up over micro-batches and ranks, and one 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -44,26 +45,17 @@ class PairCosines(NamedTuple):
 
 @torch.no_grad()
 def pair_cosines(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    valid: Tensor | None = None,
-    documents: Tensor | None = None,
-    chunk_size: int = 0,
-    anchors: Span | None = None,
-) -> PairCosines:
+    embeddings: Tensor, labels: Tensor, *, valid: Tensor | None = None, documents: Tensor | None = None,
+    chunk_size: int = 0, anchors: Span | None = None,
+) -> PairCosines:  # fmt: skip
     """Compute sums and counts of cos(e_i, e_j) over the pairs that simreg_loss compares.
+
+    Nothing is read on the host, and no gradient is kept.
 
     Args:
         embeddings: [b, n, d] or [n, d]; cosines are taken in float32 (float64 for float64).
         labels, valid, documents, chunk_size: as in simreg_loss; the same tokens are left out, the same chunks are cut.
         anchors: (first, last) positions of i, for a rank that counts its own tokens only; None is all.
-
-    Returns:
-        PairCosines. Nothing is read on the host, and no gradient is kept.
-
-    Raises:
-        ValueError: shapes, types or devices do not fit, or chunk_size is 1 or negative.
     """
     embeddings, labels, usable, documents = checked(embeddings, labels, valid, documents, chunk_size)
     anchors = (0, labels.shape[1]) if anchors is None else anchors
@@ -88,13 +80,11 @@ def row_cosines(
     """Compute RowCosines of the anchors; `usable` [b, n] is from `usable_tokens`, all else as in `pair_cosines`."""
     at_once = _fitting(chunk_length(embeddings.shape[1], chunk_size), embeddings)  # sequences, of which a chunk fits
     if at_once < len(embeddings):
-        some = []
-        for start in range(0, len(embeddings), at_once):
-            part = slice(start, start + at_once)
-            met: dict[str, Any] = {"documents": None if documents is None else documents[part]}
-            met |= {"chunk_size": chunk_size, "anchors": anchors}
-            some.append(row_cosines(embeddings[part], labels[part], usable[part], **met))
-        return RowCosines._make(torch.cat(parts) for parts in zip(*some, strict=True))
+        parts = zip(*(each.split(at_once) for each in (embeddings, labels, usable)), strict=True)
+        borders = itertools.repeat(None) if documents is None else iter(documents.split(at_once))
+        met: dict[str, Any] = {"chunk_size": chunk_size, "anchors": anchors}
+        some = [row_cosines(*part, documents=next(borders), **met) for part in parts]
+        return RowCosines._make(map(torch.cat, zip(*some, strict=True)))
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
     nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
     names, found = names_of(labels, usable, documents), []
@@ -154,9 +144,7 @@ def _strip(block: Block, anchors: Span) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mean_angle_degrees(mean_cosine: float) -> float:
-    """arccos(mean_cosine) in degrees; NaN for NaN, and what rounding put beyond +-1 is cut off."""
-    if math.isnan(mean_cosine):
-        return math.nan
+    """arccos(mean_cosine) in degrees; NaN stays NaN, and what rounding put beyond +-1 is cut off."""
     return math.degrees(math.acos(min(max(mean_cosine, -1.0), 1.0)))
 
 
@@ -216,11 +204,7 @@ def isotropy(of: Moments) -> Isotropy:
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """|row| of [..., d] in float64: [...].
-
-    A part at a time, for torch's norms in a wider type first make a copy of all rows in it, which for the hidden states
-    of a long sequence is more than the term itself takes.
-    """
+    """Compute |row| of [..., d] in float64: [...]. A part at a time, as torch first copies all rows to float64."""
     if rows.dim() < 2 or not rows.numel():
         return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     dim = max(range(rows.dim() - 1), key=lambda place: rows.shape[place])

@@ -31,13 +31,8 @@ class Strength:
         self.iteration = 0  # without one: micro-batches so far
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
-        """Set the factor of lambda for step `iteration`, counted from 0.
-
-        Raises:
-            RuntimeError: the schedule needs the length of the training, and it is not given.
-        """
-        self.follows_iterations = True
-        self.iteration = iteration
+        """Set the factor of lambda for step `iteration`, counted from 0."""
+        self.follows_iterations, self.iteration = True, iteration
         self.is_off = iteration % self.config.every != 0
         schedule = self.config.schedule
         if schedule.is_constant:
@@ -54,28 +49,21 @@ class Strength:
 
     def lambdas(self, hidden_size: int) -> dict[str, Tensor]:
         """Return the weight of each objective in this step by its name in the log; empty while all are constant."""
-        factor = self.factor
-        if factor is None:
+        if self.factor is None:
             return {}
-        return {f"{part.objective} lambda": factor * part.weight(hidden_size) for part in self.config.parts}
+        return {f"{part.objective} lambda": self.factor * part.weight(hidden_size) for part in self.config.parts}
 
     def weight(self, part: SimRegConfig, hidden_size: int) -> Any:
         """Return the weight of one objective in this step."""
-        weight = self.config.every * part.weight(hidden_size)
-        if self.config.every > 1 and not self.follows_iterations:
+        lacks_factor = self.factor is None and not self.config.schedule.is_constant
+        if lacks_factor or (self.config.every > 1 and not self.follows_iterations):
             raise RuntimeError(_NEEDS_LOOP)
-        if self.config.schedule.is_constant:
-            return weight
-        if self.factor is None:
-            raise RuntimeError(_NEEDS_LOOP)
-        return weight * self.factor
+        return self.config.every * part.weight(hidden_size) * (1 if self.factor is None else self.factor)
 
     def count_by_itself(self) -> None:
         """Count a micro-batch, for loops that do not pass the iteration."""
-        if self.follows_iterations:
-            return
-        self.iteration += 1
-        if any(part.record.draws for part in self.config.parts):
+        self.iteration += not self.follows_iterations
+        if not self.follows_iterations and any(part.record.draws for part in self.config.parts):
             log_once(
                 "SimReg: nothing passes the step's number (simreg_megatron.loop.begin_step), so each micro-batch draws "
                 "its own random directions, samples or permutations, and a resumed run repeats the first ones"
