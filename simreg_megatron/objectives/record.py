@@ -198,14 +198,15 @@ def checked_options(objective: Objective, value: object) -> Pairs:
     for name, (least, most) in objective.limits.items():
         if not least <= float(values[name]) <= most:
             may_be = f"at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
-            faults.append(f"{name} must be {may_be}, not {values[name]:g}")
+            faults.append(f"SimReg objective option {name} must be {may_be}, not {values[name]:g}")
     for name, (others, setting) in objective.idle_with.items():
         named = others.split()
         if values[name] != checked_option(name, known[name], None) and all(values[one] == setting for one in named):
-            faults.append(f"{name} has no effect with {' and '.join(f'{one}={setting}' for one in named)}: drop it")
+            idle = " and ".join(f"{one}={setting}" for one in named)
+            faults.append(f"SimReg objective option {name} has no effect with {idle}: drop it")
     faults += [why for choices, why in objective.excludes.items() if chosen.issuperset(choices)]
-    for fault in faults:
-        raise ValueError(f"SimReg objective {objective.name}: {fault}")
+    if faults:
+        raise ValueError(faults[0])
     return tuple(values.items())
 
 

@@ -153,7 +153,8 @@ MIC = Objective(
         "threshold": ("correlation", 0), "t": ("uniformity", 0),
         "norm_scope": ("correlation variance", 0), "pool": ("balance uniformity", 0),
     },
-    excludes={tuple(f"{part}=0.0" for part in _MIC_PARTS): "the weights of all four parts are 0: leave one above 0"},
+    excludes={tuple(f"{part}=0.0" for part in _MIC_PARTS):
+              "the weights of all four parts of SimReg objective mic are 0: leave one above 0"},
     has_chunks=lambda options: options["pool"] == "chunk", takes_rows=lambda options: True,
     prefixes_below_width=True,  # it compares with the rest
     example=ExampleSettings(weight=0.02), invariant=("names", "order"),

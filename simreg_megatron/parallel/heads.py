@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output layer: its row for each label, by how much a hidden state predicts its label, and losses through a part.
 
-Shapes: B micro-batch, T tokens of the context rank, N states, D hidden, V this rank's part of the vocabulary.
+No logits of these losses stay alive: tiles of tokens are computed, used and dropped, and recomputed in the backward
+from the normalizers.
+
+Shapes: B micro-batch, T tokens of the context rank, N tokens, D hidden, V this rank's part of the vocabulary, K
+prefixes, P features of the largest of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +23,9 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.prefixes_ce import default_prefixes
 from simreg_megatron.parallel.collectives import gather, gather_rows, share_work, wide
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 
-_TERMS = {"prefixes-ce": lambda losses: losses, "z-loss": torch.square}
-"""The term of a token, from its cross-entropy or its normalizer."""
+_TERMS = {"prefixes-ce": lambda losses: losses, "z-loss": torch.square}  # from a cross-entropy or a normalizer
+_SLAB = {"cpu": 64 << 20, "cuda": 512 << 20}  # bytes of a tile's logits; each tile reads the whole weight
 _STATES_AT_ONCE = 512  # so that their logits, over a large vocabulary, stay small next to those of a training step
 
 
@@ -58,11 +63,9 @@ def head_terms(
 ) -> Tensor:
     """Compute the objective's term of each anchor from its logits, [B, A]; 0 where a token does not count.
 
-    Its terms are made of each token's cross-entropy through the output layer, truncated to prefixes where it has these;
-    or of the normalizer log sum_j exp z_ij, where it uses no labels.
-
-    Every tensor-parallel rank holds a part of the vocabulary and takes all tokens of the context rank through it, as
-    Megatron's own output layer does. A collective over them, forwards and backwards.
+    It is made of the token's cross-entropy through the output layer, truncated to prefixes if it has these; or of the
+    normalizer log sum_j exp z_ij, if it uses no labels. Every tensor-parallel rank holds a part of the vocabulary and
+    takes all tokens of the context rank through it, as Megatron's own output layer does: a collective both ways.
 
     Args:
         hidden_states: [S, B, D], what enters the output layer.
@@ -70,7 +73,9 @@ def head_terms(
         valid: bool [B, T].
     """
     group = shard.tensor_group
-    head = _truncated(config, model, group)
+    width = _weight(model).shape[1]
+    prefixes = config.prefixes or default_prefixes(width) if "prefixes" in config.options else (width,)
+    head = _truncated(model, group, prefixes)
     rows = hidden_states[..., : head.prefixes[-1]]
     if group is None:
         rows = wide(rows)
@@ -88,44 +93,34 @@ def head_terms(
     return share_work(losses, group)[:, shard.start : shard.layout.part_start(shard.rank[1] + 1)]
 
 
-def _truncated(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> TruncatedHead:
+def _truncated(model: Any, tensor_group: dist.ProcessGroup | None, prefixes: tuple[int, ...]) -> TruncatedHead:
     layer, weight = model.output_layer, _weight(model)
-    width = weight.shape[1]
+    settings: Any = getattr(model, "config", None)
     return TruncatedHead(
-        weight,
-        config.prefixes or default_prefixes(width) if "prefixes" in config.options else (width,),
-        bias=_bias(model),
-        scale=_logit_scale(model),
-        tensor_group=tensor_group,
+        weight, prefixes, tensor_group=tensor_group,
+        bias=None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None),
+        scale=float(settings.mup_output_mult) if getattr(settings, "use_mup", False) else 1.0,
         fuses=bool(getattr(layer, "gradient_accumulation_fusion", False)) and hasattr(weight, "main_grad"),
-    )
+    )  # fmt: skip
 
 
 def refuse_second_use(model: Any, objective: str) -> None:
-    """Raise where the output layer cannot be trained by a second use of its weight in the same step.
-
-    Raises:
-        NotImplementedError: Megatron holds the weight, or its gradient, in a way of its own.
-    """
-    settings = model.config
-    reasons: dict[str, bool] = {
-        "the output layer's weight is not whole on its rank": not has_whole_head(model)
-        or getattr(_weight(model), "__fsdp_param__", False),
-        "--defer-embedding-wgrad-compute takes the output layer's gradient apart from the step's backward": getattr(
-            settings, "defer_embedding_wgrad_compute", False
-        ),
-        "--fp8-output-proj computes the logits in another type": getattr(settings, "fp8_output_proj", False),
-    }
-    for reason, found in reasons.items():
-        if found:
-            raise NotImplementedError(
-                f"SimReg objective {objective} does not work here, as {reason}: change that, or choose another one"
-            )
+    """Raise if the output layer cannot be trained by a second use of its weight in the same step."""
+    reasons = []
+    if not has_whole_head(model) or getattr(_weight(model), "__fsdp_param__", False):
+        reasons.append("the output layer's weight is not whole on its rank")
+    if getattr(model.config, "defer_embedding_wgrad_compute", False):
+        reasons.append("--defer-embedding-wgrad-compute takes its gradient apart from the step's backward")
+    if getattr(model.config, "fp8_output_proj", False):
+        reasons.append("--fp8-output-proj computes the logits in another type")
+    if reasons:
+        how = "change that, or choose another one"
+        raise NotImplementedError(f"SimReg objective {objective} does not work here, as {reasons[0]}: {how}")
 
 
 @torch.no_grad()
 def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
-    """m_i = z_{i, y_i} - max_{j != y_i} z_{i, j} of the logits z: float32 [N], above 0 for a right prediction.
+    """Compute m_i = z_{i, y_i} - max_{j != y_i} z_{i, j} of the logits z: float32 [N], above 0 if y_i is predicted.
 
     Logits are taken in the type of the weights, as the model takes them, so in bfloat16 some tie: a margin of 0.
     Tensor-parallel ranks hold parts of the vocabulary and each brings its own N states: a collective over them.
@@ -136,40 +131,22 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
 
     Source: arXiv 2605.08809, before its Lemma 1.
     """
-    weight, bias, number = _weight(model).detach(), _bias(model), len(labels)
+    head, number = _truncated(model, tensor_group, (states.shape[1],)), len(labels)
     if tensor_group is not None:
         states, labels = (gather(part, tensor_group) for part in (states, labels))
-    tiles = zip(
-        *(part.split(_STATES_AT_ONCE) for part in (states, *_rows_in_shard(labels, weight, tensor_group))), strict=True
-    )
-    logits = torch.cat([_label_and_largest_other(_logits(part, weight, bias), *place) for part, *place in tiles], dim=1)
+    local, here = _rows_in_shard(labels, head.weight, tensor_group)
+    found = []
+    for tile in (slice(first, first + _STATES_AT_ONCE) for first in range(0, len(states), _STATES_AT_ONCE)):
+        logits = head.logits(states[tile], head.prefixes[0])
+        index, apart = torch.where(here, local, 0)[tile].unsqueeze(1), ~here[tile].unsqueeze(1)
+        of_label = logits.gather(1, index)
+        logits.scatter_(1, index, torch.where(apart, of_label, -torch.inf))
+        found.append(torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits.amax(dim=1)]))
+    both = torch.cat(found, dim=1)  # the label's logit, or -inf if its row is on another rank; the largest other one
     if tensor_group is not None:
-        dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=tensor_group)
-    of_label, other = logits
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=tensor_group)
     first = 0 if tensor_group is None else tensor_group.rank() * number
-    return ((of_label - other) * _logit_scale(model))[first : first + number]
-
-
-def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = states.to(weight.dtype) @ weight.T
-    return logits if bias is None else logits + bias
-
-
-def _label_and_largest_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
-    """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest other one here.
-
-    Overwrites the logits.
-    """
-    index, apart = torch.where(here, local, 0).unsqueeze(1), ~here.unsqueeze(1)
-    of_label = logits_NV.gather(1, index)
-    logits_NV.scatter_(1, index, torch.where(apart, of_label, -torch.inf))
-    return torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits_NV.amax(dim=1)]).float()
-
-
-def _logit_scale(model: Any) -> float:
-    """Return the factor by which the model multiplies its logits."""
-    settings: Any = getattr(model, "config", None)
-    return float(settings.mup_output_mult) if getattr(settings, "use_mup", False) else 1.0
+    return (both[0] - both[1])[first : first + number]
 
 
 def _rows_in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -179,13 +156,109 @@ def _rows_in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGro
     return local, (labels >= 0) & (local >= 0) & (local < weight.shape[0])
 
 
-def _bias(model: Any) -> Tensor | None:
-    """Return the bias of the output layer, [V]; Megatron's own models have none."""
-    layer = getattr(model, "output_layer", None)
-    return None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-
-
 def _weight(model: Any) -> Tensor:
     shares = bool(getattr(model, "share_embeddings_and_output_weights", False))
     weight: Tensor = model.shared_embedding_or_output_weight() if shares else model.output_layer.weight
     return weight
+
+
+@dataclass(frozen=True)
+class TruncatedHead:
+    """The output layer, and how much of it is used.
+
+    Attributes:
+        weight: [V, D], the parameter itself.
+        prefixes: numbers of leading features.
+        bias: [V], where the layer has one.
+        scale: what the model multiplies its logits with.
+        tensor_group: ranks that hold the other parts of the vocabulary; None where this one has all of it.
+        fuses: whether the weight's gradient is added to its `main_grad` at once and autograd gets none. Where the
+            layer's own backward does so, Megatron ignores what autograd brings.
+    """
+
+    weight: Tensor
+    prefixes: tuple[int, ...]
+    bias: Tensor | None = None
+    scale: float = 1.0
+    tensor_group: dist.ProcessGroup | None = None
+    fuses: bool = False
+
+    def logits(self, rows: Tensor, prefix: int) -> Tensor:
+        """[n, V] of rows [n, P], in the type of the weights as the model takes them, then at least float32."""
+        logits = rows[:, :prefix].to(self.weight.dtype) @ self.weight[:, :prefix].mT
+        if self.bias is not None:
+            logits = logits + self.bias
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scale
+
+    def tiles(self, num_tokens: int) -> Iterator[slice]:
+        step = max(1, _SLAB.get(self.weight.device.type, _SLAB["cuda"]) // (4 * len(self.weight)))
+        return (slice(first, first + step) for first in range(0, num_tokens, step))
+
+
+def truncated_head_losses(rows: Tensor, local: Tensor, here: Tensor, head: TruncatedHead) -> Tensor:
+    """mean_p -log softmax(scale (W[:, :p] e_i[:p] + b))[y_i] of each token, [N]; the same on all ranks of the group.
+
+    A collective of a few numbers for each token. Backward: none, so a rank's gradient of the rows is that of its part
+    of the vocabulary, to be summed over the group; those of weight and bias are whole.
+
+    Args:
+        rows: [N, P], the first features of all tokens, at least float32; the same on all ranks.
+        local: int64 [N], the label's row of this rank's part of the vocabulary.
+        here: bool [N], whether it is there.
+    """
+    return _Losses.apply(rows, head.weight, head.bias, local, here, head)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor, here: Tensor, head: TruncatedHead
+    ) -> Tensor:
+        normalizers = rows.new_empty(len(head.prefixes), len(rows))
+        of_labels = torch.empty_like(normalizers)
+        index = torch.where(here, local, 0).unsqueeze(-1)
+        for tile in head.tiles(len(rows)):
+            for k, prefix in enumerate(head.prefixes):
+                logits = head.logits(rows[tile], prefix)
+                normalizers[k, tile] = logits.logsumexp(dim=-1)
+                of_labels[k, tile] = logits.gather(-1, index[tile]).squeeze(-1).masked_fill(~here[tile], 0.0)
+        if head.tensor_group is not None:
+            normalizers = gather(normalizers.unsqueeze(0), head.tensor_group).logsumexp(dim=0)
+            dist.all_reduce(of_labels, group=head.tensor_group)  # one number plus zeros: exact in any order
+        ctx.save_for_backward(rows, weight, index, here, normalizers)
+        ctx.head = head
+        return (normalizers - of_labels).mean(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        rows, weight, index, here, normalizers = ctx.saved_tensors
+        head: TruncatedHead = ctx.head
+        share = (grads[0] * head.scale / len(head.prefixes)).unsqueeze(-1)
+        grad_rows = torch.zeros_like(rows)
+        grad_weight = rows.new_zeros(len(weight), rows.shape[1]) if ctx.needs_input_grad[1] else None
+        grad_bias = rows.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
+        for tile in head.tiles(len(rows)):
+            own = rows[tile].to(weight.dtype)
+            for k, prefix in enumerate(head.prefixes):
+                grad = (head.logits(rows[tile], prefix) - normalizers[k, tile].unsqueeze(-1)).exp_()
+                grad.scatter_add_(-1, index[tile], -here[tile].to(grad.dtype).unsqueeze(-1))
+                grad = grad.mul_(share[tile]).to(weight.dtype)
+                grad_rows[tile, :prefix] += grad @ weight[:, :prefix]
+                if grad_weight is not None:
+                    grad_weight[:, :prefix] += grad.mT @ own[:, :prefix]
+                if grad_bias is not None:
+                    grad_bias += grad.sum(dim=0)
+        return grad_rows, _handed_on(grad_weight, weight, fuses=head.fuses), grad_bias, None, None, None
+
+
+def _handed_on(grad_VP: Tensor | None, weight: Any, *, fuses: bool) -> Tensor | None:
+    """Return the gradient of the whole weight for autograd, or None if `main_grad` has it already."""
+    if grad_VP is None:
+        return None
+    columns = grad_VP.shape[1]
+    if fuses:
+        weight.main_grad[:, :columns] += grad_VP
+        return None
+    whole = torch.zeros_like(weight)
+    whole[:, :columns] = grad_VP
+    return whole

@@ -127,10 +127,10 @@ def vocabulary_not_gathered() -> None:
 
 def halved_weight_gradient() -> None:
     """Half the gradient that the truncated output layer's weight gets."""
-    from simreg_megatron.parallel import truncated_head
+    from simreg_megatron.parallel import heads
 
-    handed_on = truncated_head._handed_on
-    truncated_head._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
+    handed_on = heads._handed_on
+    heads._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
 
 
 def other_anchors_dropped() -> None:

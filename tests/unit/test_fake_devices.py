@@ -25,8 +25,9 @@ from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.simreg import IMPLEMENTATIONS
-from simreg_megatron.losses import placebo
-from simreg_megatron.parallel import learnable, samples
+from simreg_megatron.losses import placebo, sigreg
+from simreg_megatron.parallel import learnable
+from simreg_megatron.parallel import objectives as terms
 from simreg_megatron.plugin.term import Regularizer
 
 LAYOUT, RANK = Layout(tensor=2, context=2, sequence_parallel=True), (1, 0)
@@ -34,7 +35,7 @@ BATCH, WIDTH, VOCABULARY = 2, 64, 600
 RAGGED, EVEN = 2500, 4096  # tokens of a sequence: its last chunk of 1024 has 452 tokens, or all of them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-NEED_A_DRIVER = {"sigreg": (samples, "random_directions"), "dispersion": (samples, "random_numbers")}
+NEED_A_DRIVER = {"sigreg": (sigreg, "random_directions"), "dispersion": (terms, "random_numbers")}
 NEED_A_DRIVER["placebo"] = placebo, "random_numbers"
 """Objectives that draw from a generator of the device, which is none without its driver: what draws is replaced."""
 NEED_MEMORY = [impl for impl in IMPLEMENTATIONS if impl not in ("auto", "reference", "tiled")]

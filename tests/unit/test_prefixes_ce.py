@@ -13,8 +13,8 @@ from torch.nn import functional
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import prefixes_ce_loss
 from simreg_megatron.losses.prefixes_ce import default_prefixes
-from simreg_megatron.parallel import heads, truncated_head
-from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
+from simreg_megatron.parallel import heads
+from simreg_megatron.parallel.heads import TruncatedHead, truncated_head_losses
 from simreg_megatron.plugin import refusals
 from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, measuring, micro_batch
 
@@ -24,7 +24,7 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 @pytest.fixture(params=[64 << 20, 2 * 4 * VOCABULARY], ids=["one tile", "tiles of 2 tokens"])
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truncated_head, "_SLAB", {"cpu": request.param, "cuda": request.param})
+    monkeypatch.setattr(heads, "_SLAB", {"cpu": request.param, "cuda": request.param})
 
 
 def given(bias: bool = False) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_a_frozen_layer_gets_no_gradient() -> None:
 
 def test_no_logits_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between forward and backward a token keeps a number for each prefix, and a tile has its few tokens alone."""
-    monkeypatch.setattr(truncated_head, "_SLAB", {"cpu": 2 * 4 * VOCABULARY, "cuda": 0})
+    monkeypatch.setattr(heads, "_SLAB", {"cpu": 2 * 4 * VOCABULARY, "cuda": 0})
     shapes, logits = [], TruncatedHead.logits
 
     def watched(self: TruncatedHead, rows: Tensor, prefix: int) -> Tensor:
