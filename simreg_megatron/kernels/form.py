@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 Span = tuple[int, int]  # first position and one past the last
+Rectangles = Sequence[tuple[Span, Span]] | None
 
 FORMS = ("triton", "tiled")
 """Names of the fast forms, by which `impl` chooses; `contrast.form_named` has the forms."""
@@ -48,27 +49,30 @@ class Form(ABC):
     """Interface: the sums over pairs and their gradient; see `contrast` for the equations."""
 
     @abstractmethod
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
-        """Compute the terms of the anchors; `keep`: for a gradient to come."""
-
-    @abstractmethod
-    def measure_part(
-        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    def pair_sums(
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:
-        """Sum P over a part of the pairs, for ranks that share the pairs of a chunk; `finish` follows.
+        """Sum P over the positives and over the negatives of the anchors; `finish` follows.
 
         Args:
-            anchors: pairs of two of these are all counted.
-            rectangles: and pairs of a token in the first span with one in the second, which share no token.
+            rectangles: for ranks that share the pairs of a chunk, those computed here, in addition to the pairs of two
+                anchors: each of a token in the first span with one in the second, which share no token. None: all pairs
+                of the anchors.
+            keep: P for a gradient to come, where it is small.
 
         Returns:
-            `Kept`, and float64 sums over positives and over negatives [2, b, c, k]: each pair is added to both of
-            its tokens.
+            `Kept`, and the sums [2, b, c, p], float64 or in parts [2, b, c, parts, p] that `finish` adds up. With
+            rectangles [2, b, c, k], float64: each pair is added to both of its tokens.
         """
 
     @abstractmethod
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
-        """Return what `measure` does, from the sums [2, b, c, p] over all tokens that the anchors meet."""
+        """Compute the anchors' terms from their sums over all tokens that they meet."""
+
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
+        """Compute the anchors' terms where all pairs are computed here."""
+        part, sums = self.pair_sums(tokens, anchors, temperature, keep=keep)
+        return self.finish(part, sums, anchors, temperature)
 
     @abstractmethod
     def pull_back(

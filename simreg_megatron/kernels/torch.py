@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.form import Form, Kept, Measured, Span, Tokens, cut
+from simreg_megatron.kernels.form import Form, Kept, Measured, Rectangles, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
 
@@ -190,26 +190,6 @@ class _Chunks:
         return self._room[first : first + count, : math.prod(shape)].view(count, *shape)
 
 
-def pair_sums(given: Given, plan: Plan, steps: Sequence[Step], mirrored: Span, kept: Tensor) -> Tensor:
-    """Sum P over positives and negatives, [2, b, c, k] float64, from the tiles in `steps`.
-
-    Args:
-        mirrored: pairs off the diagonal count for their columns, too, where these are in this span.
-        kept: takes P where it is not empty.
-    """
-    sums = torch.zeros(2, *given.names.shape, dtype=torch.float64, device=given.names.device)
-    room = given.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
-    for slab in _slabs(given.rows, plan.together):
-        chunks = _Chunks(given, slab, room, kept)
-        of_slab = sums.flatten(1, 2)[:, chunks.numbers]
-        for tile in chunks.tiles(steps):
-            of_rows, of_columns = chunks.sums(tile)
-            of_slab[:, :, slice(*tile.one)].add_(of_rows)
-            if tile.one != tile.other and mirrored[0] <= tile.other[0] < mirrored[1]:
-                of_slab[:, :, slice(*tile.other)].add_(of_columns)
-    return sums
-
-
 def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, region: Span, grad: Tensor) -> None:
     """Write the gradient of the anchors in a region into `grad` [b, c, p, d]."""
     is_in_place = grad.dtype == chunks.scale.dtype and (grad.is_contiguous() or 1 in grad.shape[:2])
@@ -240,25 +220,31 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
 class TorchForm(Form):
     """The form "tiled": calls the functions above."""
 
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
-        given = _prepared(tokens, temperature)
-        plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
-        kept = given.scale.new_empty(plan.kept if keep else 0)
-        with full_float32():
-            sums = pair_sums(given, plan, triangle(anchors, given.rows.shape[2], plan.side), anchors, kept)
-        part = Kept(given.documents, given.names, given.scale, kept)
-        return self.finish(part, sums[..., slice(*anchors)], anchors, temperature)
-
-    def measure_part(
-        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    def pair_sums(
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:
         given = _prepared(tokens, temperature)
-        plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
-        own, part = cut(anchors, plan.side), Kept(given.documents, given.names, given.scale, given.scale.new_empty(0))
-        steps: list[Step] = [(one, own[number:]) for number, one in enumerate(own)]
-        steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
+        plan, length = plan_for(given.rows, anchors, by_document=given.documents is not None), given.rows.shape[2]
+        part = Kept(given.documents, given.names, given.scale, given.scale.new_empty(plan.kept if keep else 0))
+        if rectangles is None:
+            steps, mirrored, wanted = triangle(anchors, length, plan.side), anchors, slice(*anchors)
+        else:
+            own, mirrored, wanted = cut(anchors, plan.side), (0, length), slice(None)
+            steps = [(one, own[number:]) for number, one in enumerate(own)]
+            steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
+        # Pairs off the diagonal count for their columns, too, where these are mirrored.
+        sums = torch.zeros(2, *given.names.shape, dtype=torch.float64, device=given.names.device)
+        room = given.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
         with full_float32():
-            return part, pair_sums(given, plan, steps, (0, given.rows.shape[2]), part.pairs)
+            for slab in _slabs(given.rows, plan.together):
+                chunks = _Chunks(given, slab, room, part.pairs)
+                of_slab = sums.flatten(1, 2)[:, chunks.numbers]
+                for tile in chunks.tiles(steps):
+                    of_rows, of_columns = chunks.sums(tile)
+                    of_slab[:, :, slice(*tile.one)].add_(of_rows)
+                    if tile.one != tile.other and mirrored[0] <= tile.other[0] < mirrored[1]:
+                        of_slab[:, :, slice(*tile.other)].add_(of_columns)
+        return part, sums[..., wanted]
 
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         names, scale = part.names[..., slice(*anchors)], part.scale[..., slice(*anchors)]
@@ -299,13 +285,8 @@ def _prepared(tokens: Tokens, temperature: float) -> Given:
     step = max(1, _limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
     for first, last in cut((0, rows.shape[2]), step):
         part = rows[:, :, first:last]
-        # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first.
-        if rows.dtype == torch.float64:
-            largest = part.abs().amax(dim=-1, keepdim=True)
-            part = part / largest.masked_fill(largest == 0, 1.0)
+        # Squares of float32 neither overflow nor vanish in float64.
         norms[:, :, first:last] = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64)
-        if rows.dtype == torch.float64:
-            norms[:, :, first:last].mul_(largest.squeeze(-1))
     usable = torch.logical_and(tokens.usable, norms)  # a NaN counts, as any number but 0
     scale = norms.mul_(math.sqrt(temperature * math.log(2))).reciprocal_().to(_sum_dtype(rows))
     names = token_names(tokens.labels, usable)

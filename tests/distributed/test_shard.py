@@ -166,15 +166,15 @@ def check_sharing_rank(number: int, layout: ShardLayout, config: SimRegConfig) -
 
     counts = []
     form = form_named("tiled")
-    measure_part = form.measure_part
+    pair_sums = form.pair_sums
 
-    def counted(tokens: Tokens, anchors: Run, rectangles: list[tuple[Run, Run]], *options: Any) -> Any:
+    def counted(tokens: Tokens, anchors: Run, temperature: float, rectangles: list[tuple[Run, Run]]) -> Any:
         (p, q), chunks = anchors, tokens.labels.shape[0] * tokens.labels.shape[1]
         counts.append(chunks * (q - p) ** 2 / 2)
         counts.extend(chunks * (j - i) * (m - k) for (i, j), (k, m) in rectangles)
-        return measure_part(tokens, anchors, rectangles, *options)
+        return pair_sums(tokens, anchors, temperature, rectangles)
 
-    form.measure_part = counted
+    form.pair_sums = counted
     check_rank(number, layout, config, None)
     total = torch.tensor([sum(counts)])
     dist.all_reduce(total)
