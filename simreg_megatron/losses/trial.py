@@ -56,12 +56,12 @@ def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
     try:
         whole = sample(shape, device)
         few = [part[:, :1, :2048] for part in whole[:3]]
-        shared = Tokens(*few, (torch.arange(few[1].shape[2], device=device) >= 25).expand_as(few[1]).long())
+        shared = Tokens._make([*few, (torch.arange(few[1].shape[2], device=device) >= 25).expand_as(few[1]).long()])
         for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
             lost = error_of_sums(shape.dtype, shape.width, tau)
             bounds = 1e-5 + lost, 3e-4 + lost + torch.finfo(shape.dtype).eps / 2
             for tokens, num_ranks, how in ((whole, 1, ""), (shared, 3, " on chunks that ranks share")):
-                first = Tokens(*(None if part is None else part[:2] for part in tokens))
+                first = Tokens._make(None if part is None else part[:2] for part in tokens)
                 exact = _computed("tiled", first._replace(rows=first.rows.float()), tau, 1)
                 found = _computed(impl, tokens, tau, num_ranks)
                 errors = [(mine[:2] - right).norm() / right.norm() for mine, right in zip(found, exact, strict=True)]
