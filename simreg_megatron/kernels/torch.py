@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.form import Form, Kept, Measured, Rectangles, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import Form, Kept, Measured, Rectangles, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
 

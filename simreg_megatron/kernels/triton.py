@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from simreg_megatron.kernels.form import Form, Kept, Measured, Rectangles, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import Form, Kept, Measured, Rectangles, Span, Tokens, cut
 
 LONGEST_KEPT = 8192
 PANEL = 8192  # half as many leave half of a GPU idle in the product at width 512

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Tokens, cut
-from simreg_megatron.losses.simreg import AUTO
+from simreg_megatron.kernels.contrast import Tokens, cut
+from simreg_megatron.losses.simreg import AUTO, form_named
 
 
 class Shape(NamedTuple):

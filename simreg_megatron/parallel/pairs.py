@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import without_spent_pairs
-from simreg_megatron.kernels.form import Form, Kept, Measured, Tokens
+from simreg_megatron.kernels.contrast import Form, Kept, Measured, Tokens, without_spent_pairs
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.losses.roles import TokenRoles
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs

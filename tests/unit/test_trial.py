@@ -15,10 +15,10 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli
 from simreg_megatron.cli import doctor
-from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Form, Kept, Measured
+from simreg_megatron.kernels.contrast import Form, Kept, Measured
 from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses import simreg, trial
+from simreg_megatron.losses.simreg import form_named
 from simreg_megatron.losses.trial import Shape
 from simreg_megatron.parallel.sequence import fast_form
 from simreg_megatron.plugin import loop

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Tokens
+from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.simreg import form_named
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
