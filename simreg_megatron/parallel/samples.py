@@ -21,7 +21,7 @@ from simreg_megatron.losses._chunks import chunk_length
 from simreg_megatron.losses.cpretrain import scaled
 from simreg_megatron.losses.dispersion import dispersion_value
 from simreg_megatron.losses.mic import MICOptions, mic_value, pools_tokens
-from simreg_megatron.losses.placebo import random_numbers
+from simreg_megatron.losses.roles import random_numbers
 from simreg_megatron.losses.sigreg import (
     NUM_DIRECTIONS,
     in_samples,

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
-from simreg_megatron.losses.placebo import uninformative_labels
-from simreg_megatron.losses.roles import TokenRoles, token_roles
+from simreg_megatron.losses.roles import TokenRoles, token_roles, uninformative_labels
 from simreg_megatron.losses.simreg import FORMS, chosen_impl, form_named, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
