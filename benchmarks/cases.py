@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.kernels import torch as tiles
-from simreg_megatron.kernels.form import cut
+from simreg_megatron.kernels.contrast import cut
 from simreg_megatron.losses import simreg_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # embeddings [b, n, d], labels [b, n]

@@ -25,8 +25,8 @@ from benchmarks import records
 from benchmarks.cases import Size, hidden_states
 from benchmarks.measure import _errors, in_turns, peak_bytes
 from benchmarks.records import Record
-from simreg_megatron.kernels.form import FORMS
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.simreg import FORMS
 
 _CHUNKS = (Size(32, 1024, 1024), Size(16, 1024, 2048), Size(8, 1024, 3072), Size(4, 1024, 4096))  # micro-batches
 _WHOLE = (Size(16, 2048, 1024), Size(2, 2048, 4096))  # of the presets from 350M to 7B

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.records import ROOT
-from simreg_megatron.kernels.form import FORMS
+from simreg_megatron.losses.simreg import FORMS
 
 CALLS = {"a": "is it right?", "b": "how fast is it?"}
 WORKERS = max(1, min(12, len(os.sched_getaffinity(0)) - 4))  # tests of one GPU at a time: each takes a core

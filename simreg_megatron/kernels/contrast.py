@@ -13,45 +13,108 @@ The gradient is one symmetric matrix times the unit rows: with u = S_neg / S_pos
 and dL/de_i = (h_i - <h_i, e^_i> e^_i) / |e_i| with h = H e^. Between forward and backward four numbers a token stay in
 addition to the embeddings, and P itself where it is small; else P is computed again.
 
-Shapes: b sequences of c chunks of k tokens with d features.
+Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.form import Form, Kept, Tokens
-from simreg_megatron.kernels.torch import TorchForm
+Span = tuple[int, int]  # first position and one past the last
+Rectangles = Sequence[tuple[Span, Span]] | None
 
 
-@functools.cache
-def form_named(impl: str) -> Form:
-    """Return a fast form.
+class Tokens(NamedTuple):
+    """The tokens whose pairs are compared."""
 
-    Raises:
-        ValueError: it needs a Triton that is not here.
-    """
-    if impl == "tiled":
-        return TorchForm()
-    try:
-        from simreg_megatron.kernels.triton import TritonForm
-    except ModuleNotFoundError as error:
-        raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
-    return TritonForm()
+    rows: Tensor  # [b, c, k, d], of any strides
+    labels: Tensor  # [b, c, k] integer
+    usable: Tensor  # [b, c, k] bool
+    documents: Tensor | None  # [b, c, k]; tokens of different documents never meet
 
 
-def contrast_terms(tokens: Tokens, *, temperature: float, impl: str = "tiled") -> Tensor:
+class Kept(NamedTuple):
+    """Tensors that the gradient needs in addition to the rows and the pull of each token."""
+
+    documents: Tensor | None  # [b, c, k], or None
+    names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
+    scale: Tensor  # 1 / |row| times a constant of the form [b, c, k]
+    pairs: Tensor  # P of all pairs, in an order of the form's own; empty where it is computed again
+
+
+class Measured(NamedTuple):
+    """Results of the forward for the anchors."""
+
+    terms: Tensor  # log(1 + S_neg / S_pos) [b, c, p]; 0 where there are no negatives, or the token is not usable
+    slopes: Tensor  # (a, b) for a gradient of 1, [2, b, c, p]: times the gradient they are the pull
+    kept: Kept
+
+
+class Form(ABC):
+    """Interface: the sums over pairs and their gradient; see above for the equations."""
+
+    @abstractmethod
+    def pair_sums(
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
+    ) -> tuple[Kept, Tensor]:
+        """Sum P over the positives and over the negatives of the anchors; `finish` follows.
+
+        Args:
+            rectangles: for ranks that share the pairs of a chunk, those computed here, in addition to the pairs of two
+                anchors: each of a token in the first span with one in the second, which share no token. None: all pairs
+                of the anchors.
+            keep: P for a gradient to come, where it is small.
+
+        Returns:
+            `Kept`, and the sums [2, b, c, p], float64 or in parts [2, b, c, parts, p] that `finish` adds up. With
+            rectangles [2, b, c, k], float64: each pair is added to both of its tokens.
+        """
+
+    @abstractmethod
+    def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
+        """Compute the anchors' terms from their sums over all tokens that they meet."""
+
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
+        """Compute the anchors' terms where all pairs are computed here."""
+        part, sums = self.pair_sums(tokens, anchors, temperature, keep=keep)
+        return self.finish(part, sums, anchors, temperature)
+
+    @abstractmethod
+    def pull_back(
+        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    ) -> None:
+        """Write the gradient of the anchors' rows into `grad` [b, c, p, d]. It may write over `kept.pairs`.
+
+        Args:
+            pull: (a, b) of all tokens, [2, b, c, k]; tokens that are anchors on other ranks have theirs, too.
+        """
+
+    @abstractmethod
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
+        """Return whether the exponentials of `num_pairs` pairs, in chunks of `chunk` tokens, stay for the backward.
+
+        Args:
+            rows: [..., d] of the type and device of the rows.
+        """
+
+
+def cut(span: Span, size: int) -> list[Span]:
+    """Cut a span into spans of at most `size`."""
+    return [(first, min(first + size, span[1])) for first in range(span[0], span[1], size)]
+
+
+def contrast_terms(tokens: Tokens, temperature: float, form: Form) -> Tensor:
     """Compute log(1 + u_i) of every token [b, c, k], u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij.
 
     Args:
         tokens: float16, bfloat16, float32 or float64 rows; half precision is summed in float32, and never normalised
             in its own type.
         temperature: tau, above 0.
-        impl: one of `form.FORMS`.
 
     Returns:
         float32 (float64 for float64). 0 for a token without negatives and for one that is not usable.
@@ -59,26 +122,25 @@ def contrast_terms(tokens: Tokens, *, temperature: float, impl: str = "tiled") -
     compute = _ContrastTerms.apply
     if torch.compiler.is_compiling():
         compute = torch.compiler.disable(compute)  # its tiles stay out of the graph
-    return compute(*tokens, temperature, impl)
+    return compute(*tokens, temperature, form)
 
 
 class _ContrastTerms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, temperature: float, impl: str
+        ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, temperature: float, form: Form
     ) -> Tensor:
         tokens, anchors = Tokens(rows, labels, usable, documents), (0, rows.shape[2])
-        terms, slopes, kept = form_named(impl).measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
+        terms, slopes, kept = form.measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
         ctx.save_for_backward(rows, slopes, *kept)
-        ctx.options, ctx.is_spent = (temperature, impl), False
+        ctx.options, ctx.is_spent = (temperature, form), False
         return terms
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, slopes, *saved = ctx.saved_tensors
-        temperature, impl = ctx.options
-        form, (kept,) = form_named(impl), without_spent_pairs(ctx, [Kept(*saved)])
+        (temperature, form), (kept,) = ctx.options, without_spent_pairs(ctx, [Kept(*saved)])
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
         form.pull_back(rows, kept, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
         return grad, None, None, None, None, None

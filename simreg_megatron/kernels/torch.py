@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.form import Form, Kept, Measured, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import Form, Kept, Measured, Rectangles, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
 
@@ -45,24 +45,6 @@ _PAIR_MATRICES = 3
 
 Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
 Step = tuple[Span, Sequence[Span]]  # rows of tiles, and the columns of each
-
-
-class Given(NamedTuple):
-    """The inputs of the pairs."""
-
-    rows: Tensor  # [b, c, k, d], of any strides; those that are not usable may hold anything
-    c: float
-    names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
-    scale: Tensor  # [b, c, k]: 1 / (|row| sqrt(c)), in the type that sums are taken in; 0 where not usable
-    bias: Tensor  # [b, c, k]: -1 / c, -inf where not usable
-    masked: Tensor  # [b, c, k] bool: not usable
-    documents: Tensor | None  # [b, c, k]
-
-    @classmethod
-    def of(cls, rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, temperature: float) -> Given:
-        masked, c = names < 0, temperature * math.log(2)
-        bias = torch.full_like(scale, -1.0 / c).masked_fill_(masked, -math.inf)
-        return cls(rows, c, names, scale, bias, masked, documents)
 
 
 class Plan(NamedTuple):
@@ -121,15 +103,13 @@ def count_pairs(steps: Sequence[Step]) -> int:
 class _Chunks:
     """The chunks of one slab, and room for one of their tiles: each is written over the one before."""
 
-    def __init__(self, given: Given, slab: Slab, room: Tensor, kept: Tensor) -> None:
-        self.rows, self.c = given.rows[slab], given.c  # merged tile by tile, which costs no copy of all rows
-        first = slab[0].start * given.rows.shape[1] + slab[1].start
-        self.numbers = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
-        per_token = [part.flatten(0, 1)[self.numbers] for part in given[2:6]]
-        self.names, self.scale, self._bias, self._masked = per_token
-        self.documents = None if given.documents is None else given.documents.flatten(0, 1)[self.numbers]
-        self.kept = kept.view(given.names[..., 0].numel(), -1)[self.numbers].view(-1) if kept.numel() else None
-        self._room = room
+    def __init__(self, rows: Tensor, kept: Kept, per_token: Sequence[Tensor], c: float, slab: Slab, room: Tensor):
+        self.slab, self.rows, self.c, self._room = slab, rows[slab], c, room  # merged tile by tile: no copy of all rows
+        num_chunks, first = rows.shape[0] * rows.shape[1], slab[0].start * rows.shape[1] + slab[1].start
+        self.numbers = own = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
+        self.names, self.scale, self._bias, self._masked = (part.flatten(0, 1)[own] for part in per_token)
+        self.documents = None if kept.documents is None else kept.documents.flatten(0, 1)[own]
+        self.kept = kept.pairs.view(num_chunks, -1)[own].view(-1) if kept.pairs.numel() else None
 
     def tiles(self, steps: Sequence[Step]) -> Iterator[Tile]:
         place, position = None, 0
@@ -190,26 +170,6 @@ class _Chunks:
         return self._room[first : first + count, : math.prod(shape)].view(count, *shape)
 
 
-def pair_sums(given: Given, plan: Plan, steps: Sequence[Step], mirrored: Span, kept: Tensor) -> Tensor:
-    """Sum P over positives and negatives, [2, b, c, k] float64, from the tiles in `steps`.
-
-    Args:
-        mirrored: pairs off the diagonal count for their columns, too, where these are in this span.
-        kept: takes P where it is not empty.
-    """
-    sums = torch.zeros(2, *given.names.shape, dtype=torch.float64, device=given.names.device)
-    room = given.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
-    for slab in _slabs(given.rows, plan.together):
-        chunks = _Chunks(given, slab, room, kept)
-        of_slab = sums.flatten(1, 2)[:, chunks.numbers]
-        for tile in chunks.tiles(steps):
-            of_rows, of_columns = chunks.sums(tile)
-            of_slab[:, :, slice(*tile.one)].add_(of_rows)
-            if tile.one != tile.other and mirrored[0] <= tile.other[0] < mirrored[1]:
-                of_slab[:, :, slice(*tile.other)].add_(of_columns)
-    return sums
-
-
 def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, region: Span, grad: Tensor) -> None:
     """Write the gradient of the anchors in a region into `grad` [b, c, p, d]."""
     is_in_place = grad.dtype == chunks.scale.dtype and (grad.is_contiguous() or 1 in grad.shape[:2])
@@ -240,25 +200,29 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
 class TorchForm(Form):
     """The form "tiled": calls the functions above."""
 
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
-        given = _prepared(tokens, temperature)
-        plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
-        kept = given.scale.new_empty(plan.kept if keep else 0)
-        with full_float32():
-            sums = pair_sums(given, plan, triangle(anchors, given.rows.shape[2], plan.side), anchors, kept)
-        part = Kept(given.documents, given.names, given.scale, kept)
-        return self.finish(part, sums[..., slice(*anchors)], anchors, temperature)
-
-    def measure_part(
-        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    def pair_sums(
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:
-        given = _prepared(tokens, temperature)
-        plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
-        own, part = cut(anchors, plan.side), Kept(given.documents, given.names, given.scale, given.scale.new_empty(0))
-        steps: list[Step] = [(one, own[number:]) for number, one in enumerate(own)]
-        steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
+        rows, part, length = tokens.rows, _prepared(tokens, temperature), tokens.rows.shape[2]
+        plan = plan_for(rows, anchors, by_document=part.documents is not None)
+        part = part._replace(pairs=part.scale.new_empty(plan.kept if keep else 0))
+        if rectangles is None:
+            steps, mirrored, wanted = triangle(anchors, length, plan.side), anchors, slice(*anchors)
+        else:
+            own, mirrored, wanted = cut(anchors, plan.side), (0, length), slice(None)
+            steps = [(one, own[number:]) for number, one in enumerate(own)]
+            steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
+        # Pairs off the diagonal count for their columns, too, where these are mirrored.
+        sums = torch.zeros(2, *part.names.shape, dtype=torch.float64, device=rows.device)
         with full_float32():
-            return part, pair_sums(given, plan, steps, (0, given.rows.shape[2]), part.pairs)
+            for chunks in _slabs(rows, part, temperature, plan):
+                of_slab = sums.flatten(1, 2)[:, chunks.numbers]
+                for tile in chunks.tiles(steps):
+                    of_rows, of_columns = chunks.sums(tile)
+                    of_slab[:, :, slice(*tile.one)].add_(of_rows)
+                    if tile.one != tile.other and mirrored[0] <= tile.other[0] < mirrored[1]:
+                        of_slab[:, :, slice(*tile.other)].add_(of_columns)
+        return part, sums[..., wanted]
 
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         names, scale = part.names[..., slice(*anchors)], part.scale[..., slice(*anchors)]
@@ -272,23 +236,20 @@ class TorchForm(Form):
     def pull_back(
         self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
-        given = Given.of(rows, kept.names, kept.scale, kept.documents, temperature)
-        plan = plan_for(rows, anchors, by_document=given.documents is not None)
+        plan = plan_for(rows, anchors, by_document=kept.documents is not None)
         signed = torch.stack([pull[0], -pull[1]]).flatten(1, 2)
-        room = given.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
         with full_float32():
-            for slab in _slabs(rows, plan.together):
-                chunks = _Chunks(given, slab, room, kept.pairs)
+            for chunks in _slabs(rows, kept, temperature, plan):
                 for region in cut(anchors, plan.region):
                     steps = triangle(region, rows.shape[2], plan.side)
-                    into = grad[slab][:, :, region[0] - anchors[0] : region[1] - anchors[0]]
+                    into = grad[chunks.slab][:, :, region[0] - anchors[0] : region[1] - anchors[0]]
                     _add_up_gradient(chunks, steps, signed[:, chunks.numbers], region, into)
 
     def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).kept
 
 
-def _prepared(tokens: Tokens, temperature: float) -> Given:
+def _prepared(tokens: Tokens, temperature: float) -> Kept:
     """Compute scale and names of the tokens; those whose row is exactly zero are not usable.
 
     The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent. It is
@@ -299,17 +260,12 @@ def _prepared(tokens: Tokens, temperature: float) -> Given:
     step = max(1, _limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
     for first, last in cut((0, rows.shape[2]), step):
         part = rows[:, :, first:last]
-        # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first.
-        if rows.dtype == torch.float64:
-            largest = part.abs().amax(dim=-1, keepdim=True)
-            part = part / largest.masked_fill(largest == 0, 1.0)
+        # Squares of float32 neither overflow nor vanish in float64.
         norms[:, :, first:last] = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64)
-        if rows.dtype == torch.float64:
-            norms[:, :, first:last].mul_(largest.squeeze(-1))
     usable = torch.logical_and(tokens.usable, norms)  # a NaN counts, as any number but 0
     scale = norms.mul_(math.sqrt(temperature * math.log(2))).reciprocal_().to(_sum_dtype(rows))
     names = token_names(tokens.labels, usable)
-    return Given.of(rows, names, scale.masked_fill_(~usable, 0.0), tokens.documents, temperature)
+    return Kept(tokens.documents, names, scale.masked_fill_(~usable, 0.0), scale.new_empty(0))
 
 
 def token_names(labels: Tensor, usable: Tensor) -> Tensor:
@@ -320,13 +276,17 @@ def token_names(labels: Tensor, usable: Tensor) -> Tensor:
     return ranks.float().masked_fill_(~usable, -1.0)
 
 
-def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:
+def _slabs(rows: Tensor, kept: Kept, temperature: float, plan: Plan) -> Iterator[_Chunks]:
     """Yield the chunks that are worked on together: several sequences, or several chunks of one."""
+    masked, c = kept.names < 0, temperature * math.log(2)
+    bias = torch.full_like(kept.scale, -1.0 / c).masked_fill_(masked, -math.inf)
+    room = kept.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
     num_sequences, num_chunks = rows.shape[:2]
-    sequences, chunks = max(1, together // max(1, num_chunks)), min(together, max(1, num_chunks))
+    sequences, chunks = max(1, plan.together // max(1, num_chunks)), min(plan.together, max(1, num_chunks))
     for sequence in range(0, num_sequences, sequences):
         for chunk in range(0, num_chunks, chunks):
-            yield slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
+            slab = slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
+            yield _Chunks(rows, kept, (kept.names, kept.scale, bias, masked), c, slab, room)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

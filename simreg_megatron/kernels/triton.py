@@ -27,7 +27,6 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from simreg_megatron.kernels.form import Form, Kept, Measured, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import Form, Kept, Measured, Rectangles, Span, Tokens, cut
 
 LONGEST_KEPT = 8192
 PANEL = 8192  # half as many leave half of a GPU idle in the product at width 512
@@ -282,30 +281,21 @@ INTERPRETS = not isinstance(_pairs, triton.runtime.JITFunction)
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch on the device of the first argument; Triton itself takes the current one.
 
-    One place, so that launches can be counted where no GPU is.
+    One place, so that launches can be counted where no GPU is. Triton takes the memory of descriptors from an allocator
+    of the context, and autograd's threads have contexts of their own: so it is set in each launch, in a copy of the
+    context, which leaves the program's own alone (Triton 3.4 has one for all contexts).
     """
-    with torch.cuda.device_of(arguments[0]) if arguments[0].is_cuda else contextlib.nullcontext():
+
+    def launch() -> None:
+        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
         kernel[grid](*arguments, enable_fp_fusion=True, **constants)  # Triton 3.10 changes the default
+
+    with torch.cuda.device_of(arguments[0]) if arguments[0].is_cuda else contextlib.nullcontext():
+        contextvars.copy_context().run(launch)
 
 
 def cdiv(count: int, size: int) -> int:
     return -(-count // size)  # triton.cdiv costs the host 10 us a call
-
-
-def _with_allocator(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the kernels that `launch` starts memory for the descriptors that they make.
-
-    Triton takes its allocator from the context, and autograd's threads have contexts of their own: so it is set in each
-    call, in a copy of the context, which leaves the program's own alone (Triton 3.4 has one for all contexts).
-    """
-
-    @functools.wraps(launch)
-    def wrapped(*given: Any, **options: Any) -> Any:
-        context = contextvars.copy_context()
-        context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
-        return context.run(launch, *given, **options)
-
-    return wrapped
 
 
 class TritonForm(Form):
@@ -315,29 +305,41 @@ class TritonForm(Form):
         if not hasattr(tl, "make_tensor_descriptor"):
             raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, got {triton.__version__}: use impl 'tiled'.")
 
-    @_with_allocator
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
-        rows, part = _prepared(tokens)
-        (first, last), length = anchors, rows.shape[2]
-        if length > LONGEST_KEPT or not rows.numel():
-            rest = [(anchors, other) for other in ((0, first), (last, length))]
-            found = _part_sums(rows, part, anchors, rest, temperature)[..., first:last]
-            return self.finish(part, found, anchors, temperature)
-        pairs = _room_for_pairs(rows, last - first) if keep else part.pairs
-        sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
-        return _finished(sums, part._replace(pairs=pairs), first, temperature)
-
-    @_with_allocator
-    def measure_part(
-        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    def pair_sums(
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:
         rows, part = _prepared(tokens)
-        return part, _part_sums(rows, part, anchors, rectangles, temperature)
+        (first, last), length = anchors, rows.shape[2]
+        if rectangles is None and length <= LONGEST_KEPT and rows.numel():
+            pairs = _room_for_pairs(rows, last - first) if keep else part.pairs
+            sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
+            return part._replace(pairs=pairs), sums
+        given = [(anchors, (0, first)), (anchors, (last, length))] if rectangles is None else rectangles
+        found = part.scale.new_zeros(2, *part.names.shape, dtype=torch.float64)
+        panels = [(one, one) for one in cut(anchors, PANEL)]  # so that the sums of tiles stay few
+        panels += [(one, (one[1], last)) for one in cut(anchors, PANEL)]
+        panels += [(piece, other) for one, other in given for piece in cut(one, PANEL)]
+        for one, other in panels:
+            if one[0] < one[1] and other[0] < other[1] and rows.numel():
+                of_rows, of_columns = _run_pairs(rows, part, one, other, temperature, part.pairs)
+                found[..., slice(*one)] += of_rows.sum(dim=3, dtype=torch.float64)
+                if one != other:
+                    found[..., slice(*other)] += of_columns.sum(dim=3, dtype=torch.float64)
+        return part, found[..., first:last] if rectangles is None else found
 
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
-        return _finished(sums.unsqueeze(3), part, anchors[0], temperature)
+        sums = (sums if sums.dim() == 5 else sums.unsqueeze(3)).contiguous()  # [2, b, c, tiles, p]
+        num_sequences, num_chunks, tiles, height = sums.shape[1:]
+        terms = part.scale.new_empty(num_sequences, num_chunks, height)
+        slopes = part.scale.new_empty(2, *terms.shape)
+        if terms.numel():
+            run(
+                _terms, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
+                sums, sums[0].numel(), tiles, height, part.names, part.scale, part.names.shape[2], anchors[0],
+                temperature, terms, slopes, SIZE=_TOKENS,
+            )  # fmt: skip
+        return Measured(terms, slopes, part)
 
-    @_with_allocator
     def pull_back(
         self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
@@ -377,16 +379,14 @@ def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
     """Return rows as the kernels read them, and names and 1 / |e| [b, c, n] of the tokens.
 
     Raises:
-        ValueError: the rows are of a type, on a device or of a width that the kernels do not compute.
+        ValueError: the kernels do not compute such rows.
     """
-    rows = tokens.rows
-    if rows.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"impl 'triton' computes bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
-    if not (rows.is_cuda or INTERPRETS):
-        raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
-    if rows.shape[3] % (unit := 16 // rows.itemsize):
+    rows, unit = tokens.rows, 16 // tokens.rows.itemsize
+    is_known = rows.dtype in (torch.bfloat16, torch.float32) and (rows.is_cuda or INTERPRETS)
+    if not is_known or rows.shape[3] % unit:
         raise ValueError(
-            f"impl 'triton' needs a width that is a multiple of {unit}, got {rows.shape[3]}: use impl 'tiled'."
+            f"impl 'triton' computes bfloat16 and float32 on a CUDA device, of a width that is a multiple of {unit}, "
+            f"not {rows.dtype} of width {rows.shape[3]} on {rows.device}: use impl 'tiled'."
         )
     rows, labels = _aligned(rows), tokens.labels
     names = torch.empty(labels.shape, dtype=torch.int32, device=rows.device)
@@ -407,23 +407,6 @@ def _aligned(rows: Tensor) -> Tensor:
     if of_d == 1 and not (of_b % unit or of_c % unit or of_k % unit or rows.storage_offset() % unit):
         return rows
     return rows.contiguous()
-
-
-def _part_sums(
-    rows: Tensor, part: Kept, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
-) -> Tensor:
-    """Sum P, [2, b, c, n] float64, panel by panel, so that the sums of tiles stay few."""
-    found = part.scale.new_zeros(2, *part.names.shape, dtype=torch.float64)
-    panels = [(one, one) for one in cut(anchors, PANEL)]
-    panels += [(one, (one[1], anchors[1])) for one in cut(anchors, PANEL)]
-    panels += [(piece, other) for one, other in rectangles for piece in cut(one, PANEL)]
-    for one, other in panels:
-        if one[0] < one[1] and other[0] < other[1] and rows.numel():
-            of_rows, of_columns = _run_pairs(rows, part, one, other, temperature, part.pairs)
-            found[..., slice(*one)] += of_rows.sum(dim=3, dtype=torch.float64)
-            if one != other:
-                found[..., slice(*other)] += of_columns.sum(dim=3, dtype=torch.float64)
-    return found
 
 
 def _run_pairs(
@@ -449,20 +432,6 @@ def _run_pairs(
         **constants, **tile,
     )  # fmt: skip
     return of_rows, of_columns
-
-
-def _finished(sums: Tensor, part: Kept, first: int, temperature: float) -> Measured:
-    """Compute terms and slopes from sums [2, b, c, tiles, p]."""
-    num_sequences, num_chunks, tiles, height = sums.shape[1:]
-    terms = part.scale.new_empty(num_sequences, num_chunks, height)
-    slopes = part.scale.new_empty(2, *terms.shape)
-    if terms.numel():
-        run(
-            _terms, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
-            sums.contiguous(), sums[0].numel(), tiles, height, part.names, part.scale, part.names.shape[2], first,
-            temperature, terms, slopes, SIZE=_TOKENS,
-        )  # fmt: skip
-    return Measured(terms, slopes, part)
 
 
 def _room_for_pairs(rows: Tensor, height: int) -> Tensor:

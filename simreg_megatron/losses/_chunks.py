@@ -38,45 +38,25 @@ def check_tokens(
     embeddings: Tensor, labels: Tensor, valid: Tensor | None, documents: Tensor | None, chunk_size: int
 ) -> None:
     """Raise ValueError, in one sentence, for anything that shapes and types alone can show to be wrong."""
-    for name, given in (("embeddings", embeddings), ("labels", labels), ("valid", valid), ("documents", documents)):
-        if given is not None and not isinstance(given, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(given).__name__}: torch.as_tensor makes one of it.")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}.")
-    if embeddings.dim() not in (2, 3) or embeddings.shape[-1] == 0:
-        raise ValueError(f"embeddings must be [n, d] or [b, n, d] with d of at least 1, got {list(embeddings.shape)}.")
-    _check_integers("labels", "token ids", labels)
-    if labels.shape != embeddings.shape[:-1]:
-        raise ValueError(
-            f"labels must have the shape {list(embeddings.shape[:-1])} of the embeddings without the last "
-            f"dimension, got {list(labels.shape)}."
-        )
-    check_device("labels are", labels, "embeddings", embeddings)
-    if valid is not None:
-        if valid.dtype != torch.bool:
-            raise ValueError(f"valid must be a bool mask, got {valid.dtype}; for a 0/1 loss mask pass mask > 0.")
-        _check_like_labels("valid", valid, labels)
-    if documents is not None:
-        _check_integers("documents", "document numbers", documents)
-        _check_like_labels("documents", documents, labels)
+    shape = embeddings.shape
+    if len(shape) not in (2, 3) or shape[-1] == 0:
+        raise ValueError(f"embeddings must be [n, d] or [b, n, d] with d of at least 1, got {list(shape)}.")
+    for name, values, (kinds, needs) in (
+        ("labels", labels, (_INTEGERS, "integers (token ids)")),
+        ("valid", valid, ((torch.bool,), "a bool mask, such as mask > 0 of a 0/1 loss mask")),
+        ("documents", documents, (_INTEGERS, "integers (document numbers)")),
+    ):
+        if values is not None and values.dtype not in kinds:
+            raise ValueError(f"{name} must be {needs}, got {values.dtype}.")
+        if values is not None and values.shape != shape[:-1]:
+            raise ValueError(
+                f"{name} must have the shape {list(shape[:-1])} of the embeddings without the last dimension, got "
+                f"{list(values.shape)}."
+            )
     if not is_number(chunk_size, numbers.Integral) or chunk_size < 0 or chunk_size == 1:
         raise ValueError(f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}.")
-
-
-def _check_integers(name: str, what: str, values: Tensor) -> None:
-    if values.dtype not in _INTEGERS:
-        raise ValueError(f"{name} must be integers ({what}), got {values.dtype}; torch.int64 holds them all.")
-
-
-def _check_like_labels(name: str, values: Tensor, labels: Tensor) -> None:
-    if values.shape != labels.shape:
-        raise ValueError(f"{name} must have the shape of labels, {list(labels.shape)}, got {list(values.shape)}.")
-    check_device(f"{name} is", values, "labels", labels)
-
-
-def check_device(what: str, values: Tensor, other: str, others: Tensor) -> None:
-    if values.device != others.device:
-        raise ValueError(f"{what} on {values.device} but {other} on {others.device}; move one of them.")
 
 
 def is_number(value: object, kind: type = numbers.Real) -> bool:

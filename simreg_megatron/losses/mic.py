@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice
 from simreg_megatron.losses._chunks import Add, checked, chunk_length
-from simreg_megatron.losses.prefixes_ce import default_prefixes
+from simreg_megatron.losses.prefixes_ce import prefixes_within
 from simreg_megatron.losses.sigreg import in_samples
 from simreg_megatron.losses.similarity import unit_rows
 
@@ -51,18 +51,6 @@ class MICOptions:
     variance: float = 1.0
     balance: float = 1.0
     uniformity: float = 1.0
-
-    def prefixes_for(self, width: int) -> tuple[int, ...]:
-        """The prefixes of states of this width.
-
-        Raises:
-            ValueError: one of them is not inside it, or the width is 1.
-        """
-        found = self.prefixes or default_prefixes(width)
-        outside = [prefix for prefix in found if not 1 <= prefix < width]
-        if outside:
-            raise ValueError(f"a prefix must be from 1 to {width - 1} features of {width}, got {outside[0]}.")
-        return found
 
 
 def mic_loss(
@@ -123,7 +111,7 @@ def mic_value(
     check_choice("norm_scope", options.norm_scope, NORM_SCOPES)
     rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
     rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
-    prefixes = options.prefixes_for(rows.shape[-1])
+    prefixes = prefixes_within(options.prefixes, rows.shape[-1], rows.shape[-1] - 1)
     with no_autocast(rows.device.type):
         correlations, deviations = _correlations(rows, usable, max(prefixes), options.norm_scope, add)
         own, pooled = _pooled(rows[..., : max(prefixes)], usable, positions, length, options, chunk_size, add)
@@ -169,6 +157,12 @@ class _Pooled:
     there: Tensor  # bool [r]
     places: Tensor  # int64 [r], among all rows
 
+    def units(self, prefix: int) -> _Pooled:
+        """Return the first features [r, prefix], of length 1; not there is a row without a direction."""
+        rows = self.rows[:, :prefix]
+        there = self.there & (rows.detach() != 0).any(dim=-1)
+        return _Pooled(unit_rows(torch.where(there.unsqueeze(-1), rows, 1.0)), there, self.places)
+
 
 def _pooled(
     rows: Tensor, usable: Tensor, positions: Tensor, length: int, options: MICOptions, chunk_size: int, add: Add
@@ -195,11 +189,11 @@ def _isotropy(own: _Pooled | None, pooled: _Pooled, prefix: int, options: MICOpt
     variances = _variances(pooled, prefix)
     spread = variances.mean()
     balance = _root((variances - spread).square().mean()) / (spread + EPSILON)
-    everyone = _Units.of(pooled, prefix)
+    everyone = pooled.units(prefix)
     if own is None:
         total = _kernel_sum(everyone, everyone, options.t)
     else:
-        total = add(_kernel_sum(_Units.of(own, prefix), everyone, options.t))
+        total = add(_kernel_sum(own.units(prefix), everyone, options.t))
     pairs = everyone.there.sum() * (everyone.there.sum() - 1)
     uniformity = (total / pairs.clamp(min=1) + EPSILON).log()
     uniformity = torch.where(pairs > 0, uniformity, 0.0)
@@ -214,20 +208,7 @@ def _variances(pooled: _Pooled, prefix: int) -> Tensor:
     return (weights * (rows - mean).square()).sum(dim=0) / number
 
 
-@dataclass(frozen=True)
-class _Units:
-    rows: Tensor  # [r, prefix], of length 1
-    there: Tensor  # bool [r]: has a direction at all
-    places: Tensor  # int64 [r], among all rows
-
-    @classmethod
-    def of(cls, pooled: _Pooled, prefix: int) -> _Units:
-        rows = pooled.rows[:, :prefix]
-        there = pooled.there & (rows.detach() != 0).any(dim=-1)
-        return cls(unit_rows(torch.where(there.unsqueeze(-1), rows, 1.0)), there, pooled.places)
-
-
-def _kernel_sum(own: _Units, everyone: _Units, t: float) -> Tensor:
+def _kernel_sum(own: _Pooled, everyone: _Pooled, t: float) -> Tensor:
     """sum_i sum_{j != i} exp(-2t (1 - cos)) over own rows i and all rows j; slabs are recomputed in the backward."""
     step = max(1, _SLAB // max(1, len(everyone.rows) * own.rows.element_size()))
     total = own.rows.new_zeros(())

@@ -47,16 +47,13 @@ def prefixes_ce_loss(
     width = embeddings.shape[-1]
     if weight.shape[1:] != (width,):
         raise ValueError(f"weight must be [v, {width}], like the embeddings, got {list(weight.shape)}.")
-    outside = [prefix for prefix in prefixes if not 1 <= prefix <= width]
-    if outside:
-        raise ValueError(f"a prefix must be from 1 to {width} features of {width}, got {outside[0]}.")
     counts = (labels >= 0) if valid is None else valid & (labels >= 0)
     rows = embeddings.masked_fill(~counts.unsqueeze(-1), 0.0).flatten(0, 1).to(weight.dtype)
     targets = labels.long().masked_fill(~counts, -100).flatten()
     with no_autocast(rows.device.type):
         losses = [
             _sum(product(rows[:, :prefix], weight[:, :prefix].mT), bias, targets)
-            for prefix in prefixes or default_prefixes(width)
+            for prefix in prefixes_within(prefixes, width, width)
         ]
     return torch.stack(losses).mean() / counts.sum().clamp(min=1)
 
@@ -65,6 +62,18 @@ def _sum(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     logits = logits if bias is None else logits + bias
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return functional.cross_entropy(logits, targets, reduction="sum")
+
+
+def prefixes_within(prefixes: tuple[int, ...], width: int, most: int) -> tuple[int, ...]:
+    """Return the prefixes, or the default ones.
+
+    Raises:
+        ValueError: one of them has no feature, or more than `most`.
+    """
+    found = prefixes or default_prefixes(width)
+    if outside := [prefix for prefix in found if not 1 <= prefix <= most]:
+        raise ValueError(f"a prefix must be from 1 to {most} features of {width}, got {outside[0]}.")
+    return found
 
 
 def default_prefixes(width: int) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_tem
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
-    check_device,
     check_tokens,
     label_pairs,
     self_pairs,
@@ -94,7 +93,6 @@ def sigmoid_loss(
             raise ValueError(
                 f"heads must have the shape {list(embeddings.shape)} of embeddings, got {list(heads.shape)}."
             )
-        check_device("heads are", heads, "embeddings", embeddings)
         # Checked separately: in one tensor, one that is zero would hide behind the other.
         valid = with_direction(heads.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
         embeddings = with_heads(embeddings, heads)
@@ -140,7 +138,10 @@ def sigmoid_terms(
         parts = []
         for span in slabs:
             given = (block._replace(anchors=span), units, others, t, shift, keeps_self)
-            parts.append(_pair_sums(*given) if len(slabs) == 1 else _computed_twice(*given))
+            if len(slabs) > 1:  # computed again in the backward, so that nothing of size p x k is kept
+                parts.append(checkpoint(_pair_sums, *given, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(_pair_sums(*given))
         positive, negative = torch.cat(parts, dim=-1).unbind()
         return _weighed(block, positive, negative, pair_reduction, keeps_self)
 
@@ -164,11 +165,6 @@ def _slabs(block: Block, units: Tensor) -> Iterator[Span]:
     step = max(1, workspace // max(1, num_chunks * length * units.element_size()))
     for first in range(block.anchors[0], block.anchors[1], step):
         yield first, min(first + step, block.anchors[1])
-
-
-def _computed_twice(*given: object) -> Tensor:
-    """Recompute in the backward, so that nothing of size p x k is kept."""
-    return checkpoint(_pair_sums, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 def _pair_sums(block: Block, units: Tensor, others: Tensor, t: Tensor, bias: Tensor, keeps_self: bool) -> Tensor:

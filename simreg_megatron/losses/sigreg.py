@@ -18,8 +18,8 @@ from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
-from simreg_megatron.losses._chunks import check_device, checked, chunk_length
-from simreg_megatron.losses.placebo import seeded_generator
+from simreg_megatron.losses._chunks import checked, chunk_length
+from simreg_megatron.losses.roles import seeded_generator
 from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.objectives.rivals import UNSCALED
 
@@ -70,7 +70,6 @@ def sigreg_loss(
     embeddings, labels, usable, _ = batch
     if directions.dim() != 2 or directions.shape[1] != embeddings.shape[-1] or not len(directions):
         raise ValueError(f"directions must be [K > 0, {embeddings.shape[-1]}], got {list(directions.shape)}.")
-    check_device("directions are", directions, "embeddings", embeddings)
     if normalize == "unit":
         warnings.warn(UNSCALED, stacklevel=2)
     chunks = torch.arange(labels.shape[1], device=labels.device) // chunk_length(labels.shape[1], chunk_size)

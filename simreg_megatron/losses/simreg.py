@@ -7,19 +7,23 @@ The reference that faster forms are judged by is here: one p x k matrix per chun
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import contrast_terms
-from simreg_megatron.kernels.form import FORMS, Tokens
+from simreg_megatron.kernels.contrast import Form, Tokens, contrast_terms
 from simreg_megatron.kernels.precision import no_autocast
+from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, log_sum
 from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 
+FORMS = ("triton", "tiled")
+"""Names of the fast forms; see `form_named`."""
 IMPLEMENTATIONS = ("auto", "reference", *reversed(FORMS))
 AUTO: dict[tuple[str, torch.dtype], str] = {}
 """The form behind "auto" by kind of device and type of the rows, if one was tried; else tiled."""
@@ -155,7 +159,7 @@ def simreg_terms(
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
             if impl in FORMS:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                terms = contrast_terms(tokens, temperature=temperature, impl=impl)
+                terms = contrast_terms(tokens, temperature, form_named(impl))
                 parts.append(with_roles(terms[..., slice(*stretch.inside)].reshape(own.anchor.shape), own))
             else:
                 block = block_of(stretch, embeddings, labels, usable, documents)
@@ -186,6 +190,18 @@ def chosen_impl(
     if rows is None or rows.shape[-1] * rows.itemsize % 16:  # Triton reads whole units of 16 bytes
         return "tiled"
     return AUTO.get((rows.device.type, rows.dtype), "tiled")
+
+
+@functools.cache
+def form_named(impl: str) -> Form:
+    """Return a fast form; ValueError for one that needs a Triton that is not here."""
+    if impl == "tiled":
+        return TorchForm()
+    try:
+        from simreg_megatron.kernels.triton import TritonForm
+    except ModuleNotFoundError as error:
+        raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
+    return TritonForm()
 
 
 def _check_options(

@@ -25,7 +25,7 @@ from simreg_megatron.losses.cpretrain import cpretrain_terms, scaled
 from simreg_megatron.losses.creg import creg_terms
 from simreg_megatron.losses.dispersion import dispersion_value
 from simreg_megatron.losses.mic import MICOptions, mic_value, pools_tokens
-from simreg_megatron.losses.placebo import random_numbers
+from simreg_megatron.losses.roles import random_numbers
 from simreg_megatron.losses.sce import sce_terms
 from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.notices import log_once

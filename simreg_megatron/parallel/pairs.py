@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import without_spent_pairs
-from simreg_megatron.kernels.form import Form, Kept, Measured, Tokens
+from simreg_megatron.kernels.contrast import Form, Kept, Measured, Tokens, without_spent_pairs
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.losses.roles import TokenRoles
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
@@ -141,7 +140,7 @@ def _measured_together(
         # Several chunks in a stretch hold nothing but anchors of this rank: there is nothing to share.
         rectangles = shared_pairs(chunk, own, plan.all_anchors) if tokens.labels.shape[1] == 1 else []
         inside = [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in rectangles]
-        part, sums = form.measure_part(tokens, stretch.inside, inside, pairs.temperature)
+        part, sums = form.pair_sums(tokens, stretch.inside, pairs.temperature, inside)
         totals[:, :, slice(*chunk)] += sums.flatten(2)
         measured.append((part, stretch, chunk))
     shard.sum_over_anchors(totals)

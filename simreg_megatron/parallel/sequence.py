@@ -17,12 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import FORMS
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
-from simreg_megatron.losses.placebo import uninformative_labels
-from simreg_megatron.losses.roles import TokenRoles, token_roles
-from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, with_roles
+from simreg_megatron.losses.roles import TokenRoles, token_roles, uninformative_labels
+from simreg_megatron.losses.simreg import FORMS, chosen_impl, form_named, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
 from simreg_megatron.parallel.pairs import Pairs, View, terms_over_ranks

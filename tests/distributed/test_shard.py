@@ -13,9 +13,9 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels import torch as tiles
-from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Tokens
+from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.simreg import form_named
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.sequence import EndTokens, chunk_views, simreg_over_ranks
@@ -166,15 +166,16 @@ def check_sharing_rank(number: int, layout: ShardLayout, config: SimRegConfig) -
 
     counts = []
     form = form_named("tiled")
-    measure_part = form.measure_part
+    pair_sums = form.pair_sums
 
-    def counted(tokens: Tokens, anchors: Run, rectangles: list[tuple[Run, Run]], *options: Any) -> Any:
-        (p, q), chunks = anchors, tokens.labels.shape[0] * tokens.labels.shape[1]
-        counts.append(chunks * (q - p) ** 2 / 2)
-        counts.extend(chunks * (j - i) * (m - k) for (i, j), (k, m) in rectangles)
-        return measure_part(tokens, anchors, rectangles, *options)
+    def counted(tokens: Tokens, anchors: Run, temperature: float, rectangles: Any = None, **options: Any) -> Any:
+        if rectangles is not None:  # else on one rank alone, whose pairs are the measure here
+            (p, q), chunks = anchors, tokens.labels.shape[0] * tokens.labels.shape[1]
+            counts.append(chunks * (q - p) ** 2 / 2)
+            counts.extend(chunks * (j - i) * (m - k) for (i, j), (k, m) in rectangles)
+        return pair_sums(tokens, anchors, temperature, rectangles, **options)
 
-    form.measure_part = counted
+    form.pair_sums = counted
     check_rank(number, layout, config, None)
     total = torch.tensor([sum(counts)])
     dist.all_reduce(total)

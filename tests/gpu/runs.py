@@ -15,7 +15,7 @@ import torch
 
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
 from simreg_megatron.cpu.installed import broken_transformer_engine
-from simreg_megatron.kernels.form import FORMS
+from simreg_megatron.losses.simreg import FORMS
 from tests.megatron.runs import PRETRAIN, torchrun
 
 IMPLS = FORMS  # every fast form of the loss

@@ -25,7 +25,7 @@ from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.simreg import IMPLEMENTATIONS
-from simreg_megatron.losses import placebo, sigreg
+from simreg_megatron.losses import roles, sigreg
 from simreg_megatron.parallel import learnable
 from simreg_megatron.parallel import objectives as terms
 from simreg_megatron.plugin.term import Regularizer
@@ -36,7 +36,7 @@ RAGGED, EVEN = 2500, 4096  # tokens of a sequence: its last chunk of 1024 has 45
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 NEED_A_DRIVER = {"sigreg": (sigreg, "random_directions"), "dispersion": (terms, "random_numbers")}
-NEED_A_DRIVER["placebo"] = placebo, "random_numbers"
+NEED_A_DRIVER["placebo"] = roles, "random_numbers"
 """Objectives that draw from a generator of the device, which is none without its driver: what draws is replaced."""
 NEED_MEMORY = [impl for impl in IMPLEMENTATIONS if impl not in ("auto", "reference", "tiled")]
 """Forms with kernels in Triton, whose launcher asks each tensor where its memory is: each launch is counted instead."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from simreg_megatron.losses import mic, mic_loss
 from simreg_megatron.losses.mic import MICOptions, pools_tokens
+from simreg_megatron.losses.prefixes_ce import default_prefixes
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.quick import quick
 from tests.unit.test_simreg_facts import assert_prints
@@ -154,6 +155,6 @@ def test_a_mean_alone_makes_way_for_tokens() -> None:
 
 
 def test_prefixes_follow_the_width() -> None:
-    assert MICOptions().prefixes_for(192) == (16, 32, 64) and MICOptions().prefixes_for(6) == (3,)
+    assert default_prefixes(192) == (16, 32, 64) and default_prefixes(6) == (3,)
     with pytest.raises(ValueError, match="from 1 to 5 features of 6, got 6"):
-        MICOptions(prefixes=(2, 6)).prefixes_for(6)
+        mic_loss(torch.ones(1, 4, 6), options=MICOptions(prefixes=(2, 6)))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from simreg_megatron.kernels import torch as tiles
-from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Tokens
+from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.simreg import form_named
 from tests.gpu.tf32 import apart
 from tests.helpers.fixtures import random_tokens
 from tests.helpers.ways import kept_bytes, limit, small_regions

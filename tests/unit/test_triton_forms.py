@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.kernels.contrast import form_named
-from simreg_megatron.kernels.form import Tokens
+from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.simreg import form_named
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
@@ -251,16 +251,18 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, labels = clustered(length=8)
-    with pytest.raises(ValueError, match=r"not torch.float64: use impl 'tiled'"):
+    with pytest.raises(ValueError, match=r"not torch\.float64 of .* use impl 'tiled'"):
         simreg_loss(rows.double(), labels, impl="triton")
     with pytest.raises(ValueError, match="impl 'triton' supports only similarity 'cosine'"):
         simreg_loss(rows, labels, impl="triton", similarity="dot")
-    with pytest.raises(ValueError, match=r"not torch.float16: use impl 'tiled'"):
+    with pytest.raises(ValueError, match=r"not torch\.float16 of .* use impl 'tiled'"):
         simreg_loss(rows.half(), labels, impl="triton")
-    with pytest.raises(ValueError, match="needs a width that is a multiple of 4, got 39: use impl 'tiled'"):
+    with pytest.raises(
+        ValueError, match=r"a width that is a multiple of 4, not torch\.float32 of width 39 on cpu: use impl 'tiled'"
+    ):
         simreg_loss(rows[..., :39], labels, impl="triton")
     monkeypatch.setattr(kernels, "INTERPRETS", False)
-    with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
+    with pytest.raises(ValueError, match=r"on a CUDA device, .* on cpu: use impl"):
         simreg_loss(rows, labels, impl="triton")
     monkeypatch.delattr(kernels.tl, "make_tensor_descriptor")
     with pytest.raises(ValueError, match=r"needs Triton 3\.4 or newer"):
