@@ -30,9 +30,9 @@ class Kind(enum.Enum):
     PAIRS = "chunks"
     """terms(*, temperature, **options) -> BlockTerms of `simreg_megatron.losses`: the terms of a block of chunks."""
     SEQUENCES = "whole sequences of a micro-batch"
-    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.parallel.samples`."""
+    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.parallel.objectives`."""
     SUMS = "sums over a sample"
-    """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.parallel.samples`."""
+    """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.parallel.objectives`."""
     HEAD = "the output layer"
     """terms(losses) -> losses, of each token: its cross-entropy, or its normalizer where labels are not used."""
 

@@ -2,7 +2,7 @@
 """Differentiable steps between ranks, each of which says what its backward does; and `add_gradient`, for a loss.
 
 All sum gradients in float32 (or wider) and in an order that does not depend on timing, so that replicas of a
-parameter receive the same bits on every rank.
+parameter receive the same bits.
 
 Shapes: S rows of this rank, N rows needed here, B micro-batch, D hidden.
 """
@@ -85,8 +85,7 @@ class _ShareWork(torch.autograd.Function):
 def share_work(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the rows, at least float32. Backward: sum the gradients of all ranks of the group.
 
-    For ranks that hold the same rows and compute different anchors: each then has the gradient of all anchors, and
-    all have the same bits, so their replicas of the model cannot drift apart.
+    For ranks that hold the same rows and compute different anchors: each then has the gradient of all of them.
     """
     return _ShareWork.apply(rows, group)
 
@@ -152,8 +151,7 @@ def _taken(rows: Tensor, ranges: Sequence[Run]) -> Tensor:
 def quantiles_over(values: Tensor, shares: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """Find, for each share [q], the smallest of all ranks' numbers [n] that this share of them does not exceed.
 
-    NaN are left out, and it is NaN where nothing is left. A collective over the groups, one after the other; ranks may
-    hold unequal numbers of them. Waits for the device.
+    NaN are left out; without others it is NaN. A collective over one group after the other. Waits for the device.
     """
     for group in groups:
         most = torch.tensor(len(values), device=values.device)
@@ -184,9 +182,8 @@ class _AddGradient(torch.autograd.Function):
 def add_gradient(loss_BS: Tensor, term_BS: Tensor, weight: float | Tensor = 1.0, *, start: int = 0) -> Tensor:
     """Return the value of `loss` with the gradient of `loss + weight * term`.
 
-    All that Megatron multiplies the per-token loss with afterwards (mask, 1/tokens, 1/micro-batches, context
-    parallel factor, fp16 loss scale) reaches the term in the same measure, while the logged loss, the NaN checks
-    and the rerun machine see the language-model loss alone.
+    All that Megatron multiplies the per-token loss with afterwards (mask, 1/tokens, 1/micro-batches, fp16 loss scale)
+    reaches the term in the same measure, while log, NaN checks and rerun machine see the language-model loss alone.
 
     Args:
         loss_BS: per-token loss.

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scalars that some settings train, as parameters of the model that computes the loss.
 
-Megatron's own machinery then does the rest: its optimizer steps on them (without weight decay, as on every vector), its
-data parallelism averages their gradients, its checkpoints keep them. Every rank holds them, and all of them the same.
-In bfloat16 a model holds them rounded, as it does all of its parameters; the optimizer keeps them in float32, so no
-small step is lost, and what is computed with them is float32.
+Megatron's optimizer steps on them (without weight decay, as on every vector), its data parallelism averages their
+gradients, its checkpoints keep them; every rank holds the same ones. In bfloat16 a model holds them rounded, as all of
+its parameters; the optimizer keeps them in float32, so no small step is lost, and computations are in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.objectives import Scalar
 from simreg_megatron.parallel.collectives import share_work
 
 PREFIX = "simreg_"
-_SHOWN = {"exp": torch.exp, "sigmoid": torch.sigmoid}
+_SHOWN: dict[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "sigmoid": torch.sigmoid, "": torch.clone}
 _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided out
 
 
@@ -29,11 +27,8 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     """Return the modules that the settings ask for: the scalars of each and their initial values."""
     if config.combines:
         return {name: start for part in config.parts for name, start in wanted(part).items()}
-    found = {}
-    if config.similarity == "learnable":
-        found["similarity"] = _SIMILARITY
-    own = config.scalars
-    if own:
+    found = {"similarity": _SIMILARITY} if config.similarity == "learnable" else {}
+    if own := config.scalars:
         found[config.objective] = {name: scalar.start for name, scalar in own.items()}
     return found
 
@@ -76,14 +71,10 @@ def refuse_without(config: SimRegConfig, model: Any) -> None:
 
 def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Return the scalars by name, in float32. Gradients are summed over tensor ranks, whose anchors differ."""
-    found: dict[str, Tensor] = {}
     refuse_without(config, model)
-    for module, start in wanted(config).items():
-        scalars = getattr(model, PREFIX + module)()
-        for name in start:
-            scalar = scalars[name]
-            found[name] = scalar.float() if tensor_group is None else share_work(scalar, tensor_group)
-    return found
+    modules = [(start, getattr(model, PREFIX + module)()) for module, start in wanted(config).items()]
+    found = {name: scalars[name] for start, scalars in modules for name in start}
+    return {name: one.float() if tensor_group is None else share_work(one, tensor_group) for name, one in found.items()}
 
 
 def as_logged(parts: tuple[SimRegConfig, ...], learned: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -91,9 +82,7 @@ def as_logged(parts: tuple[SimRegConfig, ...], learned: Sequence[Mapping[str, Te
     found: dict[str, Tensor] = {}
     for part, own in zip(parts, learned, strict=True):
         found |= {f"simreg gamma {name}": torch.sigmoid(own[name]) for name in _SIMILARITY if name in own}
-        found |= {one.shown_as: _shown(one, own[name]) for name, one in part.scalars.items() if name in own}
+        for name, one in part.scalars.items():
+            if name in own:
+                found[one.shown_as] = _SHOWN[one.by](own[name]).clamp(max=one.most)
     return {name: value.detach().squeeze().clone() for name, value in found.items()}
-
-
-def _shown(scalar: Scalar, value: Tensor) -> Tensor:
-    return (_SHOWN[scalar.by](value) if scalar.by else value).clamp(max=scalar.most)

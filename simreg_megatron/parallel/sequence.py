@@ -30,9 +30,9 @@ from simreg_megatron.parallel.shard import Located, SequenceShard
 class EndTokens:
     """Documents end with a token of their own: document of position i = end tokens among the inputs before i.
 
-    The inputs are the labels, one position later; so an end token itself still belongs to the document it ends, as in
-    Megatron's masks. What stands before the first label of a stretch is not known: the first two positions of a
-    stretch count as one document even if it begins with an end token.
+    The inputs are the labels, one position later; so an end token still belongs to the document it ends, as in
+    Megatron's masks. The input before the first label of a stretch is not known: its first two positions count as one
+    document even if it begins with an end token.
     """
 
     token: int
@@ -65,20 +65,15 @@ Documents = EndTokens | PackedLengths
 
 
 def simreg_over_ranks(
-    config: SimRegConfig,
-    shard: SequenceShard,
-    hidden_states: Tensor,
-    views: list[View],
-    *,
-    sample_length: int | None = None,
-    exponents: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    config: SimRegConfig, shard: SequenceShard, hidden_states: Tensor, views: list[View], *,
+    sample_length: int | None = None, exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Compute SimReg's terms of this rank's anchors against all tokens of their chunks, whichever ranks hold these.
 
         term_i = log(1 + S_neg,i / S_pos,i),    S = sum over negatives (positives) j of exp((cos(e_i, e_j) - 1) / tau)
 
-    The views have the tokens (`chunk_views` gathered them). A fast form finds the terms of all views at once, and
-    sends two numbers of each anchor in the backward; the reference differentiates through the gathered rows.
+    A fast form finds the terms of all views at once, and sends two numbers of each anchor in the backward; the
+    reference differentiates through the rows that `chunk_views` gathered.
 
     Args:
         hidden_states: [S, B, D] of this rank; their gradient is complete, whichever rank's anchors it came from.
@@ -91,7 +86,14 @@ def simreg_over_ranks(
     """
     form = fast_form(config, hidden_states)
     if form is None:
-        return joined([_reference_terms(config, view, exponents) for view in views])
+        return joined([
+            simreg_terms(
+                view.embeddings, view.labels, view.usable, view.roles, anchors=view.anchors, documents=view.documents,
+                chunk_size=config.chunk_size, temperature=config.tau, similarity=config.similarity,
+                exponents=exponents, self_positive=config.self_positive, impl="reference",
+            )
+            for view in views
+        ])  # fmt: skip
     plan = shard.plan(Cutting(config.chunk_size, config.scope, sample_length))
     pairs = Pairs(config.chunk_size, config.tau, form_named(form))
     terms = terms_over_ranks(hidden_states, views, shard, plan, pairs)
@@ -101,37 +103,11 @@ def simreg_over_ranks(
     return joined([with_roles(part, view.roles) for view, part in zip(views, of_views, strict=True)])
 
 
-def _reference_terms(config: SimRegConfig, view: View, exponents: tuple[Tensor, Tensor] | None) -> Tensor:
-    return simreg_terms(
-        view.embeddings,
-        view.labels,
-        view.usable,
-        view.roles,
-        anchors=view.anchors,
-        documents=view.documents,
-        chunk_size=config.chunk_size,
-        temperature=config.tau,
-        similarity=config.similarity,
-        exponents=exponents,
-        self_positive=config.self_positive,
-        impl="reference",
-    )
-
-
 def chunk_views(
-    config: SimRegConfig,
-    shard: SequenceShard,
-    hidden_states: Tensor,
-    labels: Tensor,
-    valid: Tensor,
-    *,
-    documents: Documents | None = None,
-    sample_length: int | None = None,
-    heads: Tensor | None = None,
-    iteration: int = 0,
-    for_log: bool = False,
-    measures: bool = False,
-) -> list[View]:
+    config: SimRegConfig, shard: SequenceShard, hidden_states: Tensor, labels: Tensor, valid: Tensor, *,
+    documents: Documents | None = None, sample_length: int | None = None, heads: Tensor | None = None,
+    iteration: int = 0, for_log: bool = False, measures: bool = False,
+) -> list[View]:  # fmt: skip
     """Gather what this rank's anchors are compared with: whole chunks, in the order of its rows.
 
     A collective wherever the plan exchanges labels or rows. The rows have no gradient where a fast form of SimReg
@@ -164,15 +140,18 @@ def chunk_views(
         _say_if_weightless(config, plan)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
-    relabelled = None if for_log or not config.record.relabels else _Relabelling(config, shard.layout.length, iteration)
+    relabels, dtype = config.record.relabels and not for_log, torch.promote_types(hidden_states.dtype, torch.float32)
     known: dict[Run, tuple[_Names, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
     found = []
     for window in plan.windows:
         stretch = window.domain if by_domain else window.tokens
         if stretch not in known:
             names = _Names.of(stretch, all_labels, all_usable, documents)
-            names = names if relabelled is None else relabelled(names)
-            known[stretch] = names, _roles(config, torch.promote_types(hidden_states.dtype, torch.float32), names)
+            names = _relabelled(names, config, shard.layout.length, iteration) if relabels else names
+            known[stretch] = names, token_roles(
+                names.labels, names.usable, documents=names.documents, chunk_size=config.chunk_size, dtype=dtype,
+                group_reduce=config.group_reduce, self_positive=config.self_positive, chunk_weight=config.chunk_weight,
+            )  # fmt: skip
         found.append(_view(window, *known[stretch], rows, head_rows))
     return found
 
@@ -201,52 +180,24 @@ class _Names(NamedTuple):
         return cls(stretch, own, usable.at(stretch), None if documents is None else documents.of(own, stretch))
 
 
-class _Relabelling(NamedTuple):
+def _relabelled(names: _Names, config: SimRegConfig, length: int, iteration: int) -> _Names:
     """Replace the tokens' labels by others, drawn again in each iteration."""
-
-    config: SimRegConfig
-    length: int  # of the sequence
-    iteration: int
-
-    def __call__(self, names: _Names) -> _Names:
-        labels = uninformative_labels(
-            names.labels,
-            names.usable,
-            kind=str(self.config.options["labels"]),
-            chunk_size=self.config.chunk_size,
-            longest=chunk_length(self.length, self.config.chunk_size),
-            seed=int(self.config.options["seed"]),
-            iteration=self.iteration,
-        )
-        return names._replace(labels=labels)
-
-
-def _roles(config: SimRegConfig, dtype: torch.dtype, names: _Names) -> TokenRoles:
-    return token_roles(
-        names.labels,
-        names.usable,
-        documents=names.documents,
-        chunk_size=config.chunk_size,
-        group_reduce=config.group_reduce,
-        self_positive=config.self_positive,
-        chunk_weight=config.chunk_weight,
-        dtype=dtype,
-    )
+    labels = uninformative_labels(
+        names.labels, names.usable, kind=str(config.options["labels"]), chunk_size=config.chunk_size,
+        longest=chunk_length(length, config.chunk_size), seed=int(config.options["seed"]), iteration=iteration,
+    )  # fmt: skip
+    return names._replace(labels=labels)
 
 
 def _view(window: Window, names: _Names, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
     """Build the view of one window's anchors; their roles may need the names of more tokens than the window's."""
     inside = slice(*_relative(window.tokens, names.stretch))
     return View(
-        run=window.tokens,
-        embeddings=rows.at(window.tokens),
-        labels=names.labels[:, inside],
-        usable=names.usable[:, inside],
+        window.tokens, rows.at(window.tokens), names.labels[:, inside], names.usable[:, inside],
         documents=None if names.documents is None else names.documents[:, inside],
-        anchors=_relative(window.anchors, window.tokens),
-        roles=roles.cut(*_relative(window.anchors, names.stretch)),
+        anchors=_relative(window.anchors, window.tokens), roles=roles.cut(*_relative(window.anchors, names.stretch)),
         heads=None if head_rows is None else head_rows.at(window.tokens),
-    )
+    )  # fmt: skip
 
 
 def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Located, Located]:
@@ -257,11 +208,8 @@ def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Loc
 
 
 def fast_form(config: SimRegConfig, rows: Tensor | None = None) -> str | None:
-    """The form that computes SimReg on these rows, or None where the reference does, or where another objective is
-    chosen."""
-    if not config.is_simreg:
-        return None
-    impl = chosen_impl(config.impl, config.similarity, config.self_positive, rows)
+    """Choose the form that computes SimReg on these rows; None for the reference, and for another objective."""
+    impl = chosen_impl(config.impl, config.similarity, config.self_positive, rows) if config.is_simreg else ""
     return impl if impl in FORMS else None
 
 
