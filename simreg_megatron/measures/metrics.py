@@ -49,6 +49,11 @@ class Metrics:
         self._oddities_logged: set[int] = set()
         self._checks_documents = self.config.document_mask  # once: in the first step whose geometry is logged
 
+    def _nothing(self, device: torch.device) -> Tensor:
+        """Zeros, and with a document mask one more: tokens that are not of their view's first document."""
+        size = naming.NUMBER + len(self._term_slots) - 1 + self.config.document_mask
+        return torch.zeros(size, dtype=torch.float64, device=device)
+
     @torch.no_grad()
     def observe(
         self, terms: list[Tensor], views: list[View], hidden_states: Tensor, valid: Tensor, shard: SequenceShard,
@@ -56,9 +61,8 @@ class Metrics:
     ) -> list[Tensor]:  # fmt: skip
         """Add one micro-batch of this rank: terms [B, A] of each objective, views of the primary one, hidden states
         [S, B, D], valid [B, S], trained scalars of each. Return the sums of the terms, float64."""
-        if self._sums is None:  # with a document mask one more: tokens that are not of their view's first document
-            size = naming.NUMBER + len(self._term_slots) - 1 + self.config.document_mask
-            self._sums = torch.zeros(size, dtype=torch.float64, device=valid.device)
+        if self._sums is None:
+            self._sums = self._nothing(valid.device)
         self._tensor_group = shard.tensor_group
         self._has_measured = self._has_measured or self.wants_geometry
         totals = [of_objective.sum(dtype=torch.float64) for of_objective in terms]

@@ -137,16 +137,16 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
     local, here = _rows_in_shard(labels, head.weight, tensor_group)
     found = []
     for tile in (slice(first, first + _STATES_AT_ONCE) for first in range(0, len(states), _STATES_AT_ONCE)):
-        logits = head.logits(states[tile], head.prefixes[0])
+        logits = head.unscaled(states[tile], head.prefixes[0])
         index, apart = torch.where(here, local, 0)[tile].unsqueeze(1), ~here[tile].unsqueeze(1)
         of_label = logits.gather(1, index)
         logits.scatter_(1, index, torch.where(apart, of_label, -torch.inf))
-        found.append(torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits.amax(dim=1)]))
+        found.append(torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits.amax(dim=1)]).float())
     both = torch.cat(found, dim=1)  # the label's logit, or -inf if its row is on another rank; the largest other one
     if tensor_group is not None:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=tensor_group)
     first = 0 if tensor_group is None else tensor_group.rank() * number
-    return (both[0] - both[1])[first : first + number]
+    return ((both[0] - both[1]) * head.scale)[first : first + number]
 
 
 def _rows_in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -183,12 +183,14 @@ class TruncatedHead:
     tensor_group: dist.ProcessGroup | None = None
     fuses: bool = False
 
-    def logits(self, rows: Tensor, prefix: int) -> Tensor:
-        """[n, V] of rows [n, P], in the type of the weights as the model takes them, then at least float32."""
+    def unscaled(self, rows: Tensor, prefix: int) -> Tensor:
+        """Compute [n, V] from rows [n, P], in the type of the weights, as the model does."""
         logits = rows[:, :prefix].to(self.weight.dtype) @ self.weight[:, :prefix].mT
-        if self.bias is not None:
-            logits = logits + self.bias
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scale
+        return logits if self.bias is None else logits + self.bias
+
+    def logits(self, rows: Tensor, prefix: int) -> Tensor:
+        """Compute [n, V] from rows [n, P], at least float32."""
+        return wide(self.unscaled(rows, prefix)) * self.scale
 
     def tiles(self, num_tokens: int) -> Iterator[slice]:
         step = max(1, _SLAB.get(self.weight.device.type, _SLAB["cuda"]) // (4 * len(self.weight)))

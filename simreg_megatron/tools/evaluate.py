@@ -67,9 +67,10 @@ def run(options: argparse.Namespace) -> None:
                 raise SentenceError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
             folders[name] = options.output / "models" / name
             export(checkpoint_folder(path), folders[name], options.tokenizer)
-        tokenizer = AutoTokenizer.from_pretrained(folders[name], add_bos_token=adds_bos)
-        if adds_bos and tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:  # release 4 of transformers adds none
-            raise SentenceError(f"--bos document: the tokenizer of {path} puts no BOS before a text: --bos none")
+        if adds_bos:  # release 4 of transformers adds none, silently
+            tokenizer = AutoTokenizer.from_pretrained(folders[name], add_bos_token=True)
+            if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+                raise SentenceError(f"--bos document: the tokenizer of {path} puts no BOS before a text: --bos none")
     known = TaskManager(include_path=str(options.include.resolve()) if options.include else None)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     scores: dict[str, dict[str, Score]] = {}
