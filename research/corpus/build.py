@@ -26,15 +26,9 @@ from research.corpus.pages import SIDES, make_pages
 from research.corpus.prose import Block
 from research.corpus.readers import read_page
 from simreg_megatron import __version__
+from simreg_megatron.tools import tokens
 from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.tokens import (
-    ENDINGS,
-    DataError,
-    describe_files,
-    find_changed,
-    load_tokenizer,
-    train_tokenizer,
-)
+from simreg_megatron.tools.tokens import ENDINGS, DataError, describe_files, find_changed
 
 FORMAT = 1  # of the readers and rules: others make another corpus of the same packages
 VOCAB_SIZE = 8192
@@ -66,7 +60,7 @@ def build_corpus(out: Path, packages: Path) -> dict[str, Any]:
         pages = sorted(make_pages(files, left_out), key=lambda page: page.key)
     texts = {side: [page.text for page in pages if page.side == side] for side in SIDES}
     print(f"> training a tokenizer of {VOCAB_SIZE} pieces, then tokenizing", flush=True)
-    train_tokenizer(texts["train"], work / "tokenizer.model", vocab_size=VOCAB_SIZE)
+    tokens.train_tokenizer(texts["train"], work / "tokenizer.model", vocab_size=VOCAB_SIZE)
     counts = {side: write_pair(work / side, texts[side], work / "tokenizer.model") for side in SIDES}
     utf8_bytes = {side: sum(len(text.encode()) for text in texts[side]) for side in SIDES}
     characters: Counter[str] = Counter()
@@ -82,7 +76,7 @@ def build_corpus(out: Path, packages: Path) -> dict[str, Any]:
         # The text's bytes for each token, end-of-text among the tokens: bits a byte are bits a token divided by this.
         "bytes_per_token": {side: utf8_bytes[side] / counts[side][1] for side in SIDES},
         "left_out": dict(left_out),
-        **load_tokenizer(str(work / "tokenizer.model")).describe(),
+        **tokens.load_tokenizer(str(work / "tokenizer.model")).describe(),
         "libraries": {name: importlib.metadata.version(name) for name in ("lxml", "numpy", "sentencepiece")},
         "python": platform.python_version(),
         "files": describe_files(work, [*(f"{side}{end}" for side in SIDES for end in ENDINGS), "tokenizer.model"]),
