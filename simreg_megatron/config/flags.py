@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our flags: each sets one field of a record; from a namespace of arguments to the records, and how two differ."""
+"""The `--simreg-*` and `--adagc` flags in Megatron's parser: each sets one field of a record, checked when parsed."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from simreg_megatron import objectives
 from simreg_megatron.config import simreg as choices
 from simreg_megatron.config.adagc import ADAGC_VARIANTS, AdaGCConfig
 from simreg_megatron.config.simreg import SimRegConfig
-from simreg_megatron.config.values import as_typed
+from simreg_megatron.config.values import as_typed, spoken
+from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.notices import one_line, refuse
 
 _FAMILIES = ("--simreg-", "--adagc")
 MEANT = {
@@ -20,6 +24,7 @@ MEANT = {
     "loss": "--simreg-objective",
 }  # fmt: skip
 """Names under which other programs have these flags, without dashes."""
+_BARE_PERCENT = re.compile(r"(?<!%)%(?![%(])")  # neither escaped nor the name of a value
 
 
 @dataclass(frozen=True)
@@ -95,43 +100,108 @@ OF_ADAGC = (
 )  # fmt: skip
 
 
+def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser; a bad value ends the program with one sentence and status 2."""
+    if OF_SIMREG[0].name in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(title="simreg", description="embedding similarity regularization (SimReg)")
+    clipping = parser.add_argument_group(title="adagc", description="adaptive clipping by parameter (AdaGC)")
+    text = "clip with AdaGC instead of --clip-grad; works without SimReg too (default off)"
+    clipping.add_argument("--adagc", action="store_true", default=None, help=text)
+    for owner, flags in ((group, OF_SIMREG), (clipping, OF_ADAGC)):
+        for flag in flags:
+            how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
+            owner.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
+    text = "train on the CPU, for trying and testing; =force where a GPU is (default off)"
+    group.add_argument("--simreg-cpu", nargs="?", const="on", default=None, help=text)
+    if cpu_backend.is_active():
+        cpu_backend.choose_flags(parser)
+    parse_known_args, argparse_error, format_help = parser.parse_known_args, parser.error, parser.format_help
+
+    def error_of_a_flag(message: str) -> NoReturn:
+        if not message.startswith(("argument --simreg-", "argument --adagc")):
+            argparse_error(message)
+        parser.exit(2, f"error: {one_line(message)}\n")  # without Megatron's usage, of some hundred lines
+
+    def checked(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        namespace, unknown = parse_known_args(*args, **kwargs)
+        try:
+            refuse_unknown(unknown, parser._option_string_actions)
+            _check_namespace(namespace)
+        except ValueError as error:
+            parser.exit(2, f"error: {one_line(error)}\n")
+        return namespace, unknown
+
+    def printable_help() -> str:  # Megatron 0.19 has a bare percent sign in a help text, which argparse cannot print
+        for action in parser._actions:
+            if action.help:
+                action.help = _BARE_PERCENT.sub("%%", action.help)
+        return format_help()
+
+    parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
+    parser.error = error_of_a_flag  # type: ignore[method-assign]
+    parser.format_help = printable_help  # type: ignore[method-assign]
+    return parser
+
+
+def _check_namespace(namespace: argparse.Namespace) -> None:
+    given = [*_given(OF_SIMREG, namespace), *(["--adagc"] if namespace.adagc else []), *_given(OF_ADAGC, namespace)]
+    refuse(
+        (given and getattr(namespace, "yaml_cfg", None) is not None,
+         f"with --yaml-cfg Megatron drops {', '.join(given)} from the command line: write them into the YAML file as "
+         "top-level keys instead (simreg_lambda: 10)"),
+        (namespace.simreg_cpu is not None and not cpu_backend.is_active(),
+         "--simreg-cpu came too late, Megatron is imported already: start the script with "
+         "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"),
+    )  # fmt: skip
+    cpu_backend.refuse(namespace)
+    adagc_from_args(namespace)
+    config_from_args(namespace)
+
+
+def _given(flags: tuple[Flag, ...], args: Any) -> list[str]:
+    return [flag.name for flag in flags if getattr(args, flag.dest, None) is not None]
+
+
 def config_from_args(args: Any) -> SimRegConfig:
-    """Read the settings from Megatron's namespace; what is absent or None keeps its default."""
+    """Read the settings from Megatron's namespace; what is absent or None keeps its default.
+
+    Raises:
+        ValueError: they are impossible, or have no effect.
+    """
     given = {flag.field: getattr(args, flag.dest, None) for flag in OF_SIMREG}
-    return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
-
-
-def refuse_idle_adagc(args: Any) -> None:
-    """Raise ValueError for settings of AdaGC where it is off."""
-    idle = [flag.name for flag in OF_ADAGC if getattr(args, flag.dest, None) is not None]
-    if idle and not getattr(args, "adagc", None):
-        raise ValueError(f"{', '.join(idle)} has no effect without --adagc: add it, or drop them")
-    of_warmup = getattr(args, "adagc_lambda_abs", None) is not None or getattr(args, "adagc_variant", None) == "raw"
-    if of_warmup and getattr(args, "adagc_warmup_iters", None) == 0:
-        raise ValueError(
-            "--adagc-lambda-abs and --adagc-variant raw have no effect with --adagc-warmup-iters 0: drop them"
-        )
+    config = SimRegConfig(**{field: value for field, value in given.items() if value is not None})
+    refuse_idle_settings(config)
+    return config
 
 
 def refuse_idle_settings(config: SimRegConfig) -> None:
     """Raise ValueError for settings with a lambda of 0, which would be silently ignored."""
-    plain, names = SimRegConfig(), ("objective", *(flag.field for flag in OF_SIMREG))
-    idle = [name for name in names if getattr(config, name) != getattr(plain, name)]
-    if idle and not config.active:
-        raise ValueError(
-            f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(config, idle[0]))} has no effect while lambda is 0: "
-            "give a lambda, or objective none to measure without training on it"
-        )
+    plain = SimRegConfig()
+    for name in ("objective", *(flag.field for flag in OF_SIMREG)):
+        if (value := getattr(config, name)) != getattr(plain, name) and not config.active:
+            raise ValueError(
+                f"{spoken(name, value)} has no effect while lambda is 0: give a lambda, or objective none to "
+                "measure without training on it"
+            )
 
 
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
-    """Return the settings of AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all."""
-    if not getattr(args, "adagc", None):
-        return None
+    """Return the settings of AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all.
+
+    Raises:
+        ValueError: they are impossible, or have no effect.
+    """
+    names, is_on = _given(OF_ADAGC, args), getattr(args, "adagc", None)
     given = {flag.field: getattr(args, flag.dest, None) for flag in OF_ADAGC}
+    refuse(
+        (names and not is_on, f"{', '.join(names)} has no effect without --adagc: add it, or drop them"),
+        (given["warmup_iters"] == 0 and (given["lambda_abs"] is not None or given["variant"] == "raw"),
+         "--adagc-lambda-abs and --adagc-variant raw have no effect with --adagc-warmup-iters 0: drop them"),
+    )  # fmt: skip
     if given["lambda_abs"] is None:
         given["lambda_abs"] = getattr(args, "clip_grad", None) or None
-    return AdaGCConfig(**{field: value for field, value in given.items() if value is not None})
+    return AdaGCConfig(**{field: value for field, value in given.items() if value is not None}) if is_on else None
 
 
 def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
@@ -167,19 +237,9 @@ def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> l
 
 
 def refuse_unknown(words: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse misspelled flags of ours, also if a script lets Megatron ignore unknown ones.
-
-    Args:
-        words: that no flag took.
-        known: all flags.
-
-    Raises:
-        ValueError: one of the words is spelled like a flag of ours.
-    """
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith(_FAMILIES):
-            family = next(family for family in _FAMILIES if name.startswith(family))
+    """Raise ValueError for words that are misspelled flags of ours, also if a script lets Megatron ignore these."""
+    for name in (word.partition("=")[0] for word in words):
+        if family := next((family for family in _FAMILIES if name.startswith(family)), ""):
             tails = {_tail(option): option for option in known if option.startswith(family)}
             near = difflib.get_close_matches(_tail(name), tails, n=1)
             meant = MEANT.get(_tail(name)) or (tails[near[0]] if near else "")

@@ -14,6 +14,9 @@ import functools
 import math
 from dataclasses import dataclass
 
+from simreg_megatron.config.values import number_of
+from simreg_megatron.notices import refuse
+
 SHAPES = ("constant", "linear", "cosine")
 _HIGHEST = 1000  # times lambda
 
@@ -61,7 +64,15 @@ class Schedule:
         if not self.needs_length:
             return rise
         assert num_iterations is not None
-        return rise * self._shape(min(1.0, elapsed / (self.end(num_iterations) - self.start_iter)))
+        progress = min(1.0, elapsed / (self.end(num_iterations) - self.start_iter))
+        return (
+            rise
+            * {
+                "constant": 1.0,
+                "linear": 1.0 + (self.final - 1.0) * progress,
+                "cosine": self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * progress)) / 2,
+            }[self.shape]
+        )
 
     def is_off(self, iteration: int, num_iterations: int | None = None) -> bool:
         """Return whether the term has not begun in this iteration, or has ended."""
@@ -77,24 +88,15 @@ class Schedule:
             ValueError: see `factor`.
         """
         length = round(self.off_after * num_iterations)
-        if self.off_after < 1 and not 0 < length < num_iterations:
-            raise ValueError(
-                f"--simreg-off-after {self.off_after:g} of {num_iterations} iterations is "
-                f"{'no iteration' if length == 0 else 'all of them'}: give another share, or drop it"
-            )
-        if self.start_iter >= length:
-            raise ValueError(
-                f"--simreg-start-iter {self.start_iter} leaves no iteration with SimReg, which ends at {length}: give "
-                "a smaller number, or a longer training"
-            )
+        refuse(
+            (self.off_after < 1 and not 0 < length < num_iterations,
+             f"--simreg-off-after {self.off_after:g} of {num_iterations} iterations is "
+             f"{'no iteration' if length == 0 else 'all of them'}: give another share, or drop it"),
+            (self.start_iter >= length,
+             f"--simreg-start-iter {self.start_iter} leaves no iteration with SimReg, which ends at {length}: give a "
+             "smaller number, or a longer training"),
+        )  # fmt: skip
         return length
-
-    def _shape(self, progress: float) -> float:
-        if self.shape == "linear":
-            return 1.0 + (self.final - 1.0) * progress
-        if self.shape == "cosine":
-            return self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * progress)) / 2
-        return 1.0
 
     def __str__(self) -> str:
         """ "linear to 0.1 of it" and so on, for one line of a log; empty where it is constant."""
@@ -115,24 +117,15 @@ def parsed(text: str, warmup_iters: int, off_after: float | None, start_iter: in
         ValueError: it is none of them.
     """
     shape, colon, number = text.partition(":")
-    if shape not in SHAPES or bool(colon) == (shape == "constant"):
-        raise ValueError(
-            f"the SimReg lambda schedule must be constant, or linear or cosine with the share of lambda that is left "
-            f"at the end, such as linear:0.1 or cosine:0, not {text!r}"
-        )
-    final = _number(number) if colon else 1.0
-    if not 0 <= final <= _HIGHEST:
-        raise ValueError(f"the SimReg lambda schedule {shape} ends at a share from 0 to {_HIGHEST:,}, not {number!r}")
-    if off_after is not None and not 0 < off_after < 1:
-        raise ValueError(
-            f"SimReg is off after a share of the training above 0 and below 1, not {off_after:g}: "
-            f"{'drop it' if off_after >= 1 else 'set lambda 0 for a run without it'}"
-        )
-    return Schedule(shape, final, warmup_iters, 1.0 if off_after is None else off_after, start_iter)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    final, share = number_of(number) if colon else 1.0, 1.0 if off_after is None else off_after
+    refuse(
+        (shape not in SHAPES or bool(colon) == (shape == "constant"),
+         "the SimReg lambda schedule must be constant, or linear or cosine with the share of lambda that is left at "
+         f"the end, such as linear:0.1 or cosine:0, not {text!r}"),
+        (not 0 <= final <= _HIGHEST,
+         f"the SimReg lambda schedule {shape} ends at a share from 0 to {_HIGHEST:,}, not {number!r}"),
+        (off_after is not None and not 0 < share < 1,
+         f"SimReg is off after a share of the training above 0 and below 1, not {share:g}: "
+         f"{'drop it' if share >= 1 else 'set lambda 0 for a run without it'}"),
+    )  # fmt: skip
+    return Schedule(shape, final, warmup_iters, share, start_iter)

@@ -10,8 +10,16 @@ from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.config.schedule import Schedule, parsed
-from simreg_megatron.config.together import checked_together, settings_of_parts
-from simreg_megatron.config.values import TEMPERATURES, as_typed, checked_lambda, checked_layers, refuse_other_kinds
+from simreg_megatron.config.values import (
+    TEMPERATURES,
+    checked_lambda,
+    checked_layers,
+    checked_together,
+    refuse_other_kinds,
+    settings_of_parts,
+    spoken,
+)
+from simreg_megatron.notices import refuse
 from simreg_megatron.objectives.options import checked_options
 from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, authors_lambda
@@ -87,72 +95,60 @@ class SimRegConfig:
             self.parts  # noqa: B018  each is checked when it is made
             object.__setattr__(self, "objective_options", checked_together(self._given, _DEFAULTS))
             return
-        self.record  # noqa: B018  an unknown name ends here
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
-        object.__setattr__(self, "objective_options", checked_options(self.record, self.objective_options))
+        record = self.record  # an unknown name ends here
+        refuse(
+            *((getattr(self, name) not in choices,
+               f"unknown SimReg {name.replace('_', ' ')} {getattr(self, name)!r}: choose from {', '.join(choices)}")
+              for name, choices in _CHOICES.items())
+        )  # fmt: skip
+        object.__setattr__(self, "objective_options", checked_options(record, self.objective_options))
+        has_none = record.temperature is None and self.temperature is not None
         if self.temperature is None:
-            object.__setattr__(self, "temperature", self.record.temperature)
-        elif self.record.temperature is None:
-            raise ValueError(f"SimReg objective {self.objective} has no temperature: drop the temperature")
-        least, most = TEMPERATURES
-        if not least <= self.tau <= most:
-            raise ValueError(f"the SimReg temperature must be a number from {least:g} to {most:g}, not {self.tau}")
-        for name, least in {"start_iter": 0, "every": 1, "log_interval": 1}.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"SimReg {name.replace('_', ' ')} must be {least} or more, not {value}")
-        for name in ("chunk_size", "warmup_iters"):  # a token alone meets no other; a ramp of one step is none
-            if (value := getattr(self, name)) < 0 or value == 1:
-                raise ValueError(f"SimReg {name.replace('_', ' ')} must be 0, or 2 or more, not {value}")
-        self._refuse_settings_without_effect()
-
-    def _refuse_settings_without_effect(self) -> None:
-        if not self.record.trains and (self.lambda_ != 0 or self.similarity == "learnable"):
-            what = f"lambda {self.lambda_}" if self.lambda_ != 0 else "similarity learnable"
-            raise ValueError(
-                f"SimReg {what} has no effect with objective {self.objective}, which only measures: drop one of them"
-            )
-        self.record.check(self.options, self.tau, self.chunk_size)
-        if self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
-            raise ValueError(
-                f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
-                "reference, or auto"
-            )
-        if self.group_reduce == "mean" and self.chunk_weight == "count-corrected":
-            raise ValueError(
-                "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
-                "drop one of them"
-            )
-        if self.chunk_weight != "token" and self.chunk_size == 0 and self.is_simreg:
-            raise ValueError(
-                f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, as nothing is cut into "
-                "chunks: give a chunk size, or drop the weight"
-            )
-        idle = [name for name in self.idle_settings if getattr(self, name) != _DEFAULTS[name]]
-        if idle:
-            raise ValueError(
-                f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(self, idle[0]))} has no effect on objective "
-                f"{self.objective}: drop it"
-            )
-        if self.placement != "post-norm" and "final" not in self.layers:
-            raise ValueError(
-                f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
-                "drop it, or add final to the layers"
-            )
-        if (not self.schedule.is_constant or self.every > 1) and not self.trains:
-            given = {
-                "every": self.every > 1, "start iter": self.start_iter, "warmup iters": self.warmup_iters,
-                "off after": self.off_after,
-            }  # fmt: skip
-            what = next((name for name, value in given.items() if value), "lambda schedule")
-            raise ValueError(f"SimReg {what} has no effect while lambda is 0 or with objective none: drop it")
-        if self.every > 1 and self.trains_scalars:
-            raise ValueError(
-                f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
-                "compute it in every step, or choose settings that train no scalars"
-            )
+            object.__setattr__(self, "temperature", record.temperature)
+        lowest, highest = TEMPERATURES
+        values = self._given
+        refuse(
+            (has_none, f"SimReg objective {self.objective} has no temperature: drop the temperature"),
+            (not lowest <= self.tau <= highest,
+             f"the SimReg temperature must be a number from {lowest:g} to {highest:g}, not {self.tau}"),
+            *((values[name] is not None and values[name] < least,
+               f"SimReg {name.replace('_', ' ')} must be {least} or more, not {values[name]}")
+              for name, least in {"start_iter": 0, "every": 1, "log_interval": 1}.items()),
+            *((values[name] < 0 or values[name] == 1,  # a token alone meets no other; a ramp of one step is none
+               f"SimReg {name.replace('_', ' ')} must be 0, or 2 or more, not {values[name]}")
+              for name in ("chunk_size", "warmup_iters")),
+            (not record.trains and (self.lambda_ != 0 or self.similarity == "learnable"),
+             f"SimReg {f'lambda {self.lambda_}' if self.lambda_ != 0 else 'similarity learnable'} has no effect with "
+             f"objective {self.objective}, which only measures: drop one of them"),
+        )  # fmt: skip
+        record.check(self.options, self.tau, self.chunk_size)
+        needs_term = {
+            "every": self.every > 1, "start iter": self.start_iter, "warmup iters": self.warmup_iters,
+            "off after": self.off_after, "lambda schedule": not self.schedule.is_constant,
+        }  # fmt: skip
+        refuse(
+            (self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"),
+             f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
+             "reference, or auto"),
+            (self.group_reduce == "mean" and self.chunk_weight == "count-corrected",
+             "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
+             "drop one of them"),
+            (self.chunk_weight != "token" and self.chunk_size == 0 and self.is_simreg,
+             f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, as nothing is cut into "
+             "chunks: give a chunk size, or drop the weight"),
+            *((values[name] != _DEFAULTS[name],
+               f"{spoken(name, values[name])} has no effect on objective {self.objective}: drop it")
+              for name in self.idle_settings),
+            (self.placement != "post-norm" and "final" not in self.layers,
+             f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
+             "drop it, or add final to the layers"),
+            *((given and not self.trains,
+               f"SimReg {name} has no effect while lambda is 0 or with objective none: drop it")
+              for name, given in needs_term.items()),
+            (self.every > 1 and self.trains_scalars,
+             f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
+             "compute it in every step, or choose settings that train no scalars"),
+        )  # fmt: skip
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -274,8 +270,6 @@ class SimRegConfig:
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
-
-
 _CHOICES = {
     "scope": SCOPES, "placement": PLACEMENTS, "similarity": SIMILARITIES, "group_reduce": GROUP_REDUCTIONS,
     "self_positive": SELF_POSITIVES, "chunk_weight": CHUNK_WEIGHTS, "impl": IMPLEMENTATIONS,

@@ -10,7 +10,7 @@ from typing import Any
 
 from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import config_from_args, refuse_idle_adagc, refuse_idle_settings
+from simreg_megatron.config.flags import config_from_args
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.term import Regularizer
 
@@ -45,7 +45,7 @@ class Installation:
     def regularizer(self) -> Regularizer:
         """Return the regularizer, made at first use: Megatron's flags are parsed by then."""
         if self._regularizer is None:
-            config = self.given_config or _config_of_megatron()
+            config = self.given_config or config_from_args(compat.arguments())
             self._regularizer = Regularizer(config)
             if config.active and config.looks_inside:
                 self.wrap_all([(compat.DECODER_SEAM, self._decoder_wrapper)])
@@ -117,11 +117,3 @@ def keep(new: Installation | None) -> None:
 
 def regularizer() -> Regularizer:
     return current().regularizer()
-
-
-def _config_of_megatron() -> SimRegConfig:
-    args = compat.arguments()
-    config = config_from_args(args)
-    refuse_idle_settings(config)  # those of a YAML file have met no parser of ours
-    refuse_idle_adagc(args)
-    return config

@@ -12,15 +12,13 @@ from typing import Any
 import torch.distributed as dist
 
 from simreg_megatron.adagc.clipping import Clipping
-from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import adagc_differences_to_checkpoint, adagc_from_args, differences_to_checkpoint
+from simreg_megatron.config import SimRegConfig, flags
 from simreg_megatron.losses import trial
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import forget, log_once, one_line, warn
 from simreg_megatron.objectives.simreg import note_on_lambda
 from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation, log
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.model import watch
 from simreg_megatron.plugin.refusals import (
     WHOLE_GRAPH,
@@ -38,7 +36,7 @@ STATE_KEY = "simreg_adagc"  # AdaGC's in the scheduler's part of a checkpoint, w
 
 
 def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda parser: add_simreg_arguments(add_megatron_arguments(parser))
+    return lambda parser: flags.add_simreg_arguments(add_megatron_arguments(parser))
 
 
 def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +48,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         regularizer = here.begin_run()
         config = regularizer.config
         here.clipping = None
-        if here.given_config is None and (adagc := adagc_from_args(settings)) is not None:
+        if here.given_config is None and (adagc := flags.adagc_from_args(settings)) is not None:
             here.clipping = Clipping(adagc)
         if config.active:
             refuse_arguments(settings, config)
@@ -192,7 +190,8 @@ def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callab
     """Wrap Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
 
     def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, differences in (("SimReg", differences_to_checkpoint), ("AdaGC", adagc_differences_to_checkpoint)):
+        both = (("SimReg", flags.differences_to_checkpoint), ("AdaGC", flags.adagc_differences_to_checkpoint))
+        for name, differences in both:
             try:
                 for difference in differences(checkpoint_args, compat.arguments()):
                     log_once(f"SimReg: {difference}")

@@ -11,9 +11,9 @@ import torch
 from launch import checkpoints, launcher
 from launch.flags import LaunchError, flag_names
 from launch.planned import resumed
+from simreg_megatron.config.flags import add_simreg_arguments
 from simreg_megatron.cpu import stand_ins
 from simreg_megatron.plugin import compat, installation, loop
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.refusals import refuse_start_over
 
 

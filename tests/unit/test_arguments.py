@@ -9,10 +9,14 @@ import pytest
 
 from simreg_megatron import SimRegConfig, install
 from simreg_megatron.config.flags import adagc_differences_to_checkpoint as adagc_differences
-from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
+from simreg_megatron.config.flags import (
+    adagc_from_args,
+    add_simreg_arguments,
+    config_from_args,
+    differences_to_checkpoint,
+)
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.plugin import installation, loop
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,8 +91,9 @@ def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytes
     with pytest.raises(ValueError, match="SimReg objective creg has no effect while lambda is 0"):
         installation.Installation(None, lambda _: ()).regularizer()
     monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(adagc_beta=0.9))
+    monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda _: ()))
     with pytest.raises(ValueError, match="--adagc-beta has no effect without --adagc"):
-        installation.Installation(None, lambda _: ()).regularizer()
+        loop.set_up(lambda: None)()
 
 
 def test_installing_settings_without_a_lambda_is_refused() -> None:

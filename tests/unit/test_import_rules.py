@@ -46,7 +46,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 # Only adagc, cpu, loop, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "objectives": room(),
-    "config": room("objectives"),
+    "config": room("cpu notices objectives"),
     "kernels": room(packages="torch triton"),
     "losses": room("kernels objectives", "torch"),
     "notices": room(packages="torch"),

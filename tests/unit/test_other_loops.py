@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from simreg_megatron import SimRegConfig, loop
 from simreg_megatron.adagc.clipping import Clipping
+from simreg_megatron.config.flags import add_simreg_arguments
 from simreg_megatron.loop import contract
 from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin import loop as plugin_loop
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.model import regularize
 from tests.helpers.fixtures import One
 
