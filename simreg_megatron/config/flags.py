@@ -7,7 +7,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from simreg_megatron import objectives
@@ -41,63 +41,59 @@ class Flag:
         return self.name.lstrip("-").replace("-", "_")
 
 
+def _flags(family: str, record: type, helps: dict[str, str]) -> tuple[Flag, ...]:
+    """Make a flag for each of these fields of a record."""
+    kinds = {"int": int, "float": float, "bool": None}
+    parse = {field.name: kinds.get(str(field.type).partition(" | None")[0], str) for field in fields(record)}
+    names = {field: family + field.rstrip("_").replace("_", "-") for field in helps}
+    return tuple(Flag(names[field], field, parse[field], text) for field, text in helps.items())
+
+
 def _one_of(values: tuple[str, ...]) -> str:
     return "one of " + ", ".join(values)
 
 
-OF_SIMREG = (
-    Flag("--simreg-lambda", "lambda_", str, "weight of the term relative to the next-token loss: a number, or auto for "
-          "10*sqrt(hidden/1024); 0 is plain Megatron (default 0)"),
-    Flag("--simreg-temperature", "temperature", float, "temperature tau, which divides the similarities (default "
-          "0.01; other objectives have their own)"),
-    Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk; only tokens of one chunk are compared; "
-          "0 compares whole sequences (default 1024)"),
-    Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every "
-          "layout, or on what each rank holds (default exact)"),
-    Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES) + ": how two states are compared "
-          "(default cosine)"),
-    Flag("--simreg-objective", "objective", str, _one_of(objectives.names()) + " (measures SimReg in log steps and "
-          "does not train on it), or several with their weights: simreg:auto,sigreg:0.05 (default simreg)"),
-    Flag("--simreg-objective-options", "objective_options", str, "the objective's own options, as name=value separated "
-          "by commas: form=supcon_out,self_positive=never"),
-    Flag("--simreg-layers", "layers", str, "layers whose outputs get the term: final, or numbers from 1 such as "
-          "12,24,final (default final)"),
-    Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": take the final states after the "
-          "last norm or before it (default post-norm)"),
-    Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS) + ": over the positives, and "
-          "over the negatives, of a token (default sum)"),
-    Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES) + ": when a token is its own "
-          "positive (default always)"),
-    Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one "
-          "sequence are weighed against each other (default token)"),
-    Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet "
-         "(default: in packed rows of fine-tuning alone)"),
-    Flag("--simreg-start-iter", "start_iter", int, "iterations before the term begins; warm-up and schedule count from "
-          "there: in a job that is under way, the iteration that it goes on from (default 0)"),
-    Flag("--simreg-warmup-iters", "warmup_iters", int, "N iterations over which lambda rises, from "
-          "lambda/N in the first one (default 0)"),
-    Flag("--simreg-lambda-schedule", "lambda_schedule", str, "how lambda changes over the training: constant, or "
-          "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
-    Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
-          "off and no longer computed (default never)"),
-    Flag("--simreg-every", "every", int, "compute the term only in every N-th step, with N times the weight: not the "
-          "same objective, but equal in expectation where no gradient is clipped (default 1)"),
-    Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
-          "auto: on a GPU triton where it is right, else tiled)"),
-    Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
-          "--log-interval, which is the default"),
-)  # fmt: skip
-
-
-OF_ADAGC = (
-    Flag("--adagc-lambda-rel", "lambda_rel", float, "how far a parameter's gradient norm may rise above its moving "
-          "average (default 1.04)"),
-    Flag("--adagc-lambda-abs", "lambda_abs", float, "largest global norm during the warm-up (default: --clip-grad's)"),
-    Flag("--adagc-beta", "beta", float, "decay of the moving averages (default 0.99)"),
-    Flag("--adagc-warmup-iters", "warmup_iters", int, "steps that are clipped by their global norm (default 100)"),
-    Flag("--adagc-variant", "variant", str, _one_of(ADAGC_VARIANTS) + ": what the averages follow (default "
-          "clipped)"),
-)  # fmt: skip
+OF_SIMREG = _flags("--simreg-", SimRegConfig, {
+    "lambda_": "weight of the term relative to the next-token loss: a number, or auto for 10*sqrt(hidden/1024); 0 is "
+    "plain Megatron (default 0)",
+    "temperature": "temperature tau, which divides the similarities (default 0.01; other objectives have their own)",
+    "chunk_size": "tokens per chunk; only tokens of one chunk are compared; 0 compares whole sequences (default 1024)",
+    "scope": _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every layout, or on what each rank "
+    "holds (default exact)",
+    "similarity": _one_of(choices.SIMILARITIES) + ": how two states are compared (default cosine)",
+    "objective": _one_of(objectives.names()) + " (measures SimReg in log steps and does not train on it), or several "
+    "with their weights: simreg:auto,sigreg:0.05 (default simreg)",
+    "objective_options": "the objective's own options, as name=value separated by commas: form=supcon_out,"
+    "self_positive=never",
+    "layers": "layers whose outputs get the term: final, or numbers from 1 such as 12,24,final (default final)",
+    "placement": _one_of(choices.PLACEMENTS) + ": take the final states after the last norm or before it (default "
+    "post-norm)",
+    "group_reduce": _one_of(choices.GROUP_REDUCTIONS) + ": over the positives, and over the negatives, of a token "
+    "(default sum)",
+    "self_positive": _one_of(choices.SELF_POSITIVES) + ": when a token is its own positive (default always)",
+    "chunk_weight": _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one sequence are weighed against each other "
+    "(default token)",
+    "document_mask": "tokens of different documents never meet (default: in packed rows of fine-tuning alone)",
+    "start_iter": "iterations before the term begins; warm-up and schedule count from there: in a job that is under "
+    "way, the iteration that it goes on from (default 0)",
+    "warmup_iters": "N iterations over which lambda rises, from lambda/N in the first one (default 0)",
+    "lambda_schedule": "how lambda changes over the training: constant, or linear:F or cosine:F down (or up) to F "
+    "times lambda (default constant)",
+    "off_after": "share of the training, between 0 and 1, after which the term is off and no longer computed (default "
+    "never)",
+    "every": "compute the term only in every N-th step, with N times the weight: not the same objective, but equal in "
+    "expectation where no gradient is clipped (default 1)",
+    "impl": _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default auto: on a GPU triton where it "
+    "is right, else tiled)",
+    "log_interval": "iterations between SimReg's values in the log, a multiple of --log-interval, which is the default",
+})  # fmt: skip
+OF_ADAGC = _flags("--adagc-", AdaGCConfig, {
+    "lambda_rel": "how far a parameter's gradient norm may rise above its moving average (default 1.04)",
+    "lambda_abs": "largest global norm during the warm-up (default: --clip-grad's)",
+    "beta": "decay of the moving averages (default 0.99)",
+    "warmup_iters": "steps that are clipped by their global norm (default 100)",
+    "variant": _one_of(ADAGC_VARIANTS) + ": what the averages follow (default clipped)",
+})  # fmt: skip
 
 
 def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
