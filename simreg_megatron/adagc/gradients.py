@@ -82,36 +82,27 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
                     name = counted + name.removeprefix(local)
                     break
             name = _counted_experts(name, model.config)
+            if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
+                raise NotImplementedError(
+                    f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
+                )
+            rank, size = _tensor_rank_and_size(parameter)
             is_cut = bool(getattr(parameter, "tensor_model_parallel", False) or _CUT_UNMARKED.search(name))
-            speaks = not is_copy and (is_cut or _is_first_rank(parameter))
-            yield Named(name, parameter, speaks, _whole(name, parameter, is_cut=is_cut))
+            contributes = not is_copy and (is_cut or rank == 0)
+            yield Named(name, parameter, contributes, int(parameter.numel()) * (size if is_cut else 1))
 
 
 def _is_expert(parameter: Any) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _is_first_rank(parameter: Any) -> bool:
-    """Return whether this rank counts what all tensor-parallel ranks hold."""
-    from megatron.core import parallel_state
+def _tensor_rank_and_size(parameter: Any) -> tuple[int, int]:
+    """Return this rank's number, and the number of ranks, over which tensor parallelism may cut this parameter."""
+    from megatron.core import parallel_state as groups
 
     if _is_expert(parameter):
-        return parallel_state.get_expert_tensor_parallel_rank() == 0
-    return parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _whole(name: str, parameter: Any, *, is_cut: bool) -> int:
-    from megatron.core import parallel_state
-
-    if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
-        raise NotImplementedError(
-            f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
-        )
-    if not is_cut:
-        return int(parameter.numel())
-    if _is_expert(parameter):
-        return int(parameter.numel() * parallel_state.get_expert_tensor_parallel_world_size())
-    return int(parameter.numel() * parallel_state.get_tensor_model_parallel_world_size())
+        return groups.get_expert_tensor_parallel_rank(), groups.get_expert_tensor_parallel_world_size()
+    return groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
 
 
 def _counted_experts(name: str, config: Any) -> str:
@@ -132,22 +123,20 @@ def _counted_experts(name: str, config: Any) -> str:
 
 
 def refuse_hidden(optimizer: Any, args: Any) -> None:
-    """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step.
-
-    Raises:
-        NotImplementedError: a flag moves the gradients elsewhere, or the optimizer lacks the methods that AdaGC wraps.
-    """
-    for flag in _ELSEWHERE:
-        if getattr(args, flag, False):
-            raise NotImplementedError(
-                f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
-            )
-    for method in ("get_grad_norm", "step_with_ready_grads"):
-        if not hasattr(optimizer, method):
-            raise NotImplementedError(
-                f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use "
-                "megatron-core 0.12 or newer, or drop --adagc"
-            )
+    """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step."""
+    hidden = [
+        f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
+        for flag in _ELSEWHERE
+        if getattr(args, flag, False)
+    ]
+    hidden += [
+        f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core 0.12 "
+        "or newer, or drop --adagc"
+        for method in ("get_grad_norm", "step_with_ready_grads")
+        if not hasattr(optimizer, method)
+    ]
+    if hidden:
+        raise NotImplementedError(hidden[0])
 
 
 def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
@@ -162,11 +151,7 @@ def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
 
 
 def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
-    """List the tensors that a member steps on, on this rank.
-
-    Raises:
-        NotImplementedError: an optimizer of another kind.
-    """
+    """List the tensors that a member steps on, on this rank; NotImplementedError for one of another kind."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if all(hasattr(optimizer, name) for name in _OF_SHARDS):
@@ -180,13 +165,13 @@ def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
     elif type(optimizer).__name__ == "FP32Optimizer":
         for parameter in _flat([group["params"] for group in optimizer.param_groups]):
             yield Stepped(parameter, parameter, alone or _is_first_replica(parameter))
-    elif alone:
+    else:
         raise NotImplementedError(
             "--adagc and Megatron's layer-wise optimizer, which spreads whole parameters over ranks, need --bf16: add "
             "it, or drop --use-distributed-optimizer or --adagc"
+            if alone
+            else f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc"
         )
-    else:
-        raise NotImplementedError(f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc")
 
 
 def gradient_of(tensor: Any) -> Tensor | None:
