@@ -130,8 +130,8 @@ def refuse_hidden(optimizer: Any, args: Any) -> None:
         if getattr(args, flag, False)
     ]
     hidden += [
-        f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core 0.12 "
-        "or newer, or drop --adagc"
+        f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core "
+        "0.12 or newer, or drop --adagc"
         for method in ("get_grad_norm", "step_with_ready_grads")
         if not hasattr(optimizer, method)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,17 @@ _MEMORY = 8 << 30  # what the stand-in device claims to have, in bytes; only log
 
 
 def replace(torch: Any) -> None:
-    """Replace all of them."""
+    """Replace all of them.
+
+    `torch.compile` leaves a function as it is: loading the compiler would take longer than a tiny run's step.
+    """
     _replace_device_queries(torch)
     _replace_streams(torch)
     _replace_random_state(torch)
     _replace_tensor_types(torch)
     _replace_placement(torch)
     _replace_meshes()
-    _replace_compiler(torch)
+    torch.compile = lambda function=None, **options: function or (lambda decorated: decorated)
 
 
 class _Device(str):
@@ -49,7 +53,7 @@ def _replace_device_queries(torch: Any) -> None:
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(cuda, name, _constant(0))
     cuda.mem_get_info = lambda *args, **kwargs: (_MEMORY, _MEMORY)
-    cuda.memory_stats = lambda *args, **kwargs: _NoMemoryStatistics()
+    cuda.memory_stats = lambda *args, **kwargs: defaultdict(int)
     torch.accelerator.current_device_index = _constant(0)
     init = torch.distributed.init_process_group  # whose default is NCCL, as a GPU seems to be there
     torch.distributed.init_process_group = lambda backend=None, *args, **kwargs: init(
@@ -62,11 +66,6 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-class _NoMemoryStatistics(dict):
-    def __missing__(self, key: str) -> int:
-        return 0
-
-
 class _Stream:
     """A stream on which everything is already done."""
 
@@ -77,17 +76,11 @@ class _Stream:
 
     def __exit__(self, *exc: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def is_capturing(self) -> bool:
-        return False
-
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
+
+    wait_stream = wait_event = synchronize = _constant(None)
+    is_capturing = _constant(False)
 
 
 class _Event:
@@ -95,17 +88,9 @@ class _Event:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+    record = wait = synchronize = _constant(None)
+    query = _constant(True)
+    elapsed_time = _constant(0.0)
 
 
 def _replace_streams(torch: Any) -> None:
@@ -129,11 +114,7 @@ def _replace_random_state(torch: Any) -> None:
     cuda.manual_seed_all = _constant(None)
     cuda._lazy_call = lambda function, *args, **kwargs: function()
 
-    class Generators(dict):
-        def __missing__(self, index: Any) -> Any:
-            return torch.default_generator
-
-    cuda.default_generators = Generators()
+    cuda.default_generators = defaultdict(lambda: torch.default_generator)
     _give_loaders_a_generator(torch)
 
 
@@ -222,12 +203,3 @@ def _replace_meshes() -> None:
         return from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
     DeviceMesh.from_group = staticmethod(from_group_on_cpu)  # type: ignore[method-assign]
-
-
-def _replace_compiler(torch: Any) -> None:
-    """`@torch.compile` leaves a function as it is; loading the compiler would take longer than a tiny run's step."""
-
-    def as_it_is(function: Any = None, **options: Any) -> Any:
-        return function if function is not None else (lambda decorated: decorated)
-
-    torch.compile = as_it_is

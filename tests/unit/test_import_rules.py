@@ -56,7 +56,7 @@ LAW = {
     "cpu": room(packages="torch megatron transformer_engine"),
     "plugin": room("adagc config cpu kernels losses measures notices objectives parallel", "torch megatron apex wandb"),
     TOP: room("config plugin"),
-    "loop": room("config losses parallel plugin", "torch megatron torchtitan spmd_types"),
+    "loop": room("config losses notices parallel plugin", "torch megatron torchtitan spmd_types"),
     "pretrain": room("config plugin", "torch megatron"),
     "__main__": room("cpu plugin", "megatron"),
     "tools": room(
