@@ -28,9 +28,8 @@ from simreg_megatron.parallel.objectives import objective_terms
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.layers import InnerStates, State
 from simreg_megatron.plugin.refusals import OTHER_LOSS
-from simreg_megatron.plugin.tokens import Reader, Tokens
+from simreg_megatron.plugin.tokens import InnerStates, Reader, Tokens
 
 _NOT_FINITE = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "
@@ -110,7 +109,7 @@ class Regularizer:
         with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
             shard, main_states = tokens.shard, tokens.hidden_states
-            states: dict[State, Tensor] = {"final": main_states}
+            states: dict[int | str, Tensor] = {"final": main_states}
             if self.config.looks_inside:
                 states = self.inner_states.take(model, main_states)
             with torch.set_grad_enabled(self.trains):
@@ -138,19 +137,25 @@ class Regularizer:
         if loss_BT.shape != terms.labels.shape:
             raise NotImplementedError(OTHER_LOSS)
         for of_objective, total, weight in terms.weighted:
-            _require_finite(total, loss_BT)
+            # Stop the step, without a host sync, if SimReg alone fails: a NaN or inf in one number is one in the sum.
+            # A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other
+            # ranks' states may be lost through these, whose own loss is not finite then.
+            of_loss = loss_BT.detach().sum(dtype=total.dtype)
+            torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)
             if loss_BT.requires_grad:  # a teacher's loss trains nothing
-                self._expect_gradient(of_objective)
+                if not of_objective.requires_grad:
+                    raise NotImplementedError(
+                        "SimReg cannot train here: the hidden states were computed without a graph (all parameters "
+                        "before the output layer are frozen). Train some of those, or set --simreg-lambda 0"
+                    )
+                self._is_sent = True
+                if not self.is_reached:
+                    of_objective.register_hook(lambda _: setattr(self, "is_reached", True))
             loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
         return loss_BT
 
     def refuse_silence(self, model_chunks: Any) -> None:
-        """Raise if a step passed SimReg by; call it after each step.
-
-        Raises:
-            NotImplementedError: the loop's own loss is not computed from the one that the model returned.
-            MegatronSeamError: a model overrides the wrapped function without calling it.
-        """
+        """Raise NotImplementedError or MegatronSeamError if a step passed SimReg by; call it after each step."""
         if self._is_sent and not self.is_reached:
             raise NotImplementedError(
                 "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model "
@@ -206,26 +211,3 @@ class Regularizer:
             for_log=for_log,
             measures=self.metrics.wants_geometry,
         )
-
-    def _expect_gradient(self, term: Tensor) -> None:
-        """Watch for a gradient of this term: without one it trains nothing, and the log would not show it."""
-        if not term.requires_grad:
-            raise NotImplementedError(
-                "SimReg cannot train here: the hidden states were computed without a graph (all parameters before the "
-                "output layer are frozen). Train some of those, or set --simreg-lambda 0"
-            )
-        self._is_sent = True
-        if not self.is_reached:
-            term.register_hook(lambda _: setattr(self, "is_reached", True))
-
-
-def _require_finite(total: Tensor, loss: Tensor) -> None:
-    """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
-
-    A NaN or inf in one number is one in the sum. (-inf would pass: no term or loss of ours is made so.)
-
-    A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other ranks'
-    states may be lost through these, whose own loss is not finite then.
-    """
-    of_loss = loss.detach().sum(dtype=total.dtype)
-    torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)
