@@ -16,7 +16,6 @@ from typing import Any
 
 NEWEST_TRIED = (0, 19)  # benchmarks/results/versions.md
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # in the place of a process group of one rank
-_USE_ANOTHER = "use megatron-core 0.12 or newer"
 _GPT = "megatron.core.models.gpt.gpt_model"
 _TRAINING = "megatron.training.training"
 
@@ -46,29 +45,26 @@ class Seam:
         Raises:
             MegatronSeamError: the module, the class or the function is missing, or takes other parameters.
         """
+        cause, what, fix = None, f"it has no {self.path}", "use megatron-core 0.12 or newer"
         try:
-            holder: Any = importlib.import_module(self.module)
+            module = importlib.import_module(self.module)
         except ImportError as error:
-            lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
-            fix = _USE_ANOTHER if lacks in ("", self.module.partition(".")[0]) else f"install {lacks}"
-            raise self._missing(f"cannot import {self.module}: {error}", fix) from error
-        if self.owner is not None:
-            holder = getattr(holder, self.owner, None)
-        function = getattr(holder, self.name, None)
-        if function is None:
-            raise self._missing(f"it has no {self.path}")
-        taken = inspect.signature(function).parameters
-        absent = self.parameters - set(taken)
-        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        if absent and not (self.called_by_keyword and passes_on):
-            raise self._missing(f"{self.path} does not take {', '.join(sorted(absent))}")
-        return holder
-
-    def _missing(self, what: str, fix: str = _USE_ANOTHER) -> MegatronSeamError:
-        return MegatronSeamError(
-            f"SimReg cannot use megatron-core {megatron_version()} ({self.purpose}): {what}; "
-            f"{fix} (`simreg-megatron doctor` lists what was found)"
-        )
+            cause, what, lacks = error, f"cannot import {self.module}: {error}", (error.name or "").partition(".")[0]
+            if lacks not in ("", self.module.partition(".")[0]):  # up to 0.16 a source tree needs packages not named
+                fix = f"install {lacks}"
+        else:
+            holder = module if self.owner is None else getattr(module, self.owner, None)
+            if function := getattr(holder, self.name, None):
+                taken = inspect.signature(function).parameters
+                passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+                absent = self.parameters - set(taken)
+                if not absent or (self.called_by_keyword and passes_on):
+                    return holder
+                what = f"{self.path} does not take {', '.join(sorted(absent))}"
+        raise MegatronSeamError(
+            f"SimReg cannot use megatron-core {megatron_version()} ({self.purpose}): {what}; {fix} (`simreg-megatron "
+            "doctor` lists what was found)"
+        ) from cause
 
 
 _GIVEN = frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"})
@@ -123,18 +119,15 @@ def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> 
 
 def model_seams() -> tuple[Seam, ...]:
     """Return the functions in which models compute their loss, GPTModel's first; MegatronSeamError if it has none."""
-    found = _own_seam(FORWARD_SEAMS[0])
-    for forward in FORWARD_SEAMS[1:]:  # not in every release
-        with suppress(MegatronSeamError):
-            found += _own_seam(forward)
+    found: list[Seam] = []
+    for forward in FORWARD_SEAMS:
+        with suppress(*([MegatronSeamError] if found else [])):  # only GPTModel is in every release
+            # `_postprocess`, which schedule plans call without `forward`, or else `forward`, unless it is inherited.
+            own, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
+            seam = seam if seam.name in own else forward
+            if seam.name in vars(seam.holder()):
+                found.append(seam)
     return tuple(found)
-
-
-def _own_seam(forward: Seam) -> list[Seam]:
-    """Return `_postprocess`, which schedule plans call without `forward`, or else `forward`, unless it is inherited."""
-    own, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
-    seam = seam if seam.name in own else forward
-    return [seam] if seam.name in vars(seam.holder()) else []
 
 
 def mask_seams() -> list[Seam]:
