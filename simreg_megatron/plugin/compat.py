@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -108,11 +110,14 @@ SCHEDULER_SEAMS = tuple(
 TRAINING_SEAMS = (ARGUMENTS_SEAM, HELPERS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
 
-def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, also those that a function takes as **kwargs."""
+_signature = functools.lru_cache(maxsize=32)(inspect.signature)
+
+
+def named_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, also those that the function takes as **kwargs."""
     named: dict[str, Any] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        kind = signature.parameters[name].kind
+    for name, value in _signature(function).bind(*args, **kwargs).arguments.items():
+        kind = _signature(function).parameters[name].kind
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return named
 

@@ -16,7 +16,7 @@ from simreg_megatron.plugin.installation import Installation, Wrapper
 from simreg_megatron.plugin.refusals import WAY_OUT
 
 _AROUND_LOOP: tuple[tuple[compat.Seam, Wrapper], ...] = (
-    (compat.HELPERS_SEAM, without_make),
+    (compat.HELPERS_SEAM, lambda compile_helpers: without_make(compile_helpers)()),
     (compat.SETUP_SEAM, loop.set_up),
     (compat.STEP_SEAM, loop.count_steps),
     (compat.LOG_SEAM, log.report),

@@ -14,7 +14,7 @@ from simreg_megatron.config.flags import config_from_args
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.term import Regularizer
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrapper = Callable[..., Any]  # given the original function and the arguments of a call, it calls the original
 Wrappers = Iterable[tuple[compat.Seam, Wrapper]]
 
 
@@ -56,12 +56,6 @@ class Installation:
         self._regularizer = None
         return self.regularizer()
 
-    def known_config(self) -> SimRegConfig | None:
-        """Return the settings; None if Megatron has not parsed its flags yet."""
-        if self.given_config is None and compat.arguments() is None:
-            return None
-        return self.regularizer().config
-
     def wrap_all(self, wrappers: Wrappers) -> None:
         for seam, wrapper in wrappers:
             self.wrap(seam.holder(), seam.name, wrapper)
@@ -71,11 +65,10 @@ class Installation:
         if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
             return
         original = getattr(holder, name)
-        with_simreg = wrapper(original)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return (original if self._over else with_simreg)(*args, **kwargs)
+            return original(*args, **kwargs) if self._over else wrapper(original, *args, **kwargs)
 
         setattr(holder, name, wrapped)
         self._originals.append((holder, name, original, wrapped))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers around Megatron's training loop: flags, set-up, the step's number, checkpoints; and what any loop
-does before its first step and before each one."""
+"""What runs in place of functions of Megatron's loop, and calls them: flags, set-up, the step's number, checkpoints.
+
+And what any loop does before its first step and before each one.
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -35,44 +36,38 @@ from simreg_megatron.plugin.tokens import device_of, open_row_group, rows_dtype
 STATE_KEY = "simreg_adagc"  # AdaGC's in the scheduler's part of a checkpoint, which every format of Megatron keeps
 
 
-def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda parser: flags.add_simreg_arguments(add_megatron_arguments(parser))
+def add_flags(add_megatron_arguments: Callable[..., Any], parser: Any) -> Any:
+    return flags.add_simreg_arguments(add_megatron_arguments(parser))
 
 
-def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+def set_up(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        forget()  # where Megatron restarts a run in its process, the log of the new one is whole
-        here, settings = installation.current(), compat.arguments()
-        regularizer = here.begin_run()
-        config = regularizer.config
+    forget()  # where Megatron restarts a run in its process, the log of the new one is whole
+    here, settings = installation.current(), compat.arguments()
+    regularizer = here.begin_run()
+    config, adagc = regularizer.config, flags.adagc_from_args(settings) if here.given_config is None else None
+    here.clipping = None if adagc is None else Clipping(adagc)
+    if config.active:
+        refuse_arguments(settings, config)
+    if config.active or adagc is not None:
+        refuse_start_over(settings)
+    built = setup_model_and_optimizer(*args, **kwargs)
+    models, optimizer = built[:2]
+    if config.active:
+        refuse_models(config, models, here.model_classes)
+        make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
+        if config.document_mask:
+            regularizer.reader.end_of_document = end_of_document()
+    if optimizer is None:  # --skip-train
         here.clipping = None
-        if here.given_config is None and (adagc := flags.adagc_from_args(settings)) is not None:
-            here.clipping = Clipping(adagc)
-        if config.active:
-            refuse_arguments(settings, config)
-        if config.active or here.clipping is not None:
-            refuse_start_over(settings)
-        built = setup_model_and_optimizer(*args, **kwargs)
-        models, optimizer = built[:2]
-        if config.active:
-            refuse_models(config, models, here.model_classes)
-            make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
-            if config.document_mask:
-                regularizer.reader.end_of_document = end_of_document()
-        if optimizer is None:  # --skip-train
-            here.clipping = None
-        if here.clipping is not None:
-            here.clipping.attach(optimizer, compat.unwrapped(models), settings)
-            if config.every > 1:
-                warn(
-                    f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {config.every} it clips "
-                    "most of the term away in the steps with it: drop one of the two"
-                )
-        return built
-
-    return checked
+    if here.clipping is not None:
+        here.clipping.attach(optimizer, compat.unwrapped(models), settings)
+        if config.every > 1:
+            warn(
+                f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {config.every} it clips "
+                "most of the term away in the steps with it: drop one of the two"
+            )
+    return built
 
 
 def end_of_document() -> int:
@@ -164,63 +159,46 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
     regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry
 
 
-def count_steps(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `train_step`: lambda follows its number, and a step that passed SimReg by is an error."""
-    signature = inspect.signature(train_step)
-
-    def with_iteration(*args: Any, **kwargs: Any) -> Any:
-        regularizer = installation.regularizer()
-        if not regularizer.config.active:
-            return train_step(*args, **kwargs)
-        given, settings = compat.named_arguments(signature, *args, **kwargs), compat.arguments()
-        iteration = given.get("iteration")
-        iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
-        is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
-        measures = (is_first and compat.logs_first_step()) or log.is_log_step(iteration + 1)
-        # Megatron counts the iterations of the whole training where it is given samples, too.
-        begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
-        result = train_step(*args, **kwargs)
-        regularizer.refuse_silence(given["model"])
-        return result
-
-    return with_iteration
+def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's `train_step`: lambda follows its number, and a step that passed SimReg by is an error."""
+    regularizer = installation.regularizer()
+    if not regularizer.config.active:
+        return train_step(*args, **kwargs)
+    given, settings = compat.named_arguments(train_step, *args, **kwargs), compat.arguments()
+    iteration = given.get("iteration")
+    iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
+    is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
+    measures = (is_first and compat.logs_first_step()) or log.is_log_step(iteration + 1)
+    # Megatron counts the iterations of the whole training where it is given samples, too.
+    begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
+    result = train_step(*args, **kwargs)
+    regularizer.refuse_silence(given["model"])
+    return result
 
 
-def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
-
-    def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        both = (("SimReg", flags.differences_to_checkpoint), ("AdaGC", flags.adagc_differences_to_checkpoint))
-        for name, differences in both:
-            try:
-                for difference in differences(checkpoint_args, compat.arguments()):
-                    log_once(f"SimReg: {difference}")
-            except Exception as error:  # a damaged record may be anything
-                warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")
-        return check_checkpoint_args(checkpoint_args, *args, **kwargs)
-
-    return compared
+def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any], checkpoint_args: Any, *args: Any) -> Any:
+    """Call Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
+    both = (("SimReg", flags.differences_to_checkpoint), ("AdaGC", flags.adagc_differences_to_checkpoint))
+    for name, differences in both:
+        try:
+            for difference in differences(checkpoint_args, compat.arguments()):
+                log_once(f"SimReg: {difference}")
+        except Exception as error:  # a damaged record may be anything
+            warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")
+    return check_checkpoint_args(checkpoint_args, *args)
 
 
-def save_adagc(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the scheduler's `state_dict`."""
-
-    def with_adagc(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
-        own = clipping.state_dict() if clipping else {}
-        return {**state, STATE_KEY: own} if own else state
-
-    return with_adagc
+def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the scheduler's `state_dict`, and add AdaGC's."""
+    state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
+    own = clipping.state_dict() if clipping else {}
+    return {**state, STATE_KEY: own} if own else state
 
 
-def load_adagc(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the scheduler's `load_state_dict`."""
-
-    def with_adagc(scheduler: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if clipping := installation.current().clipping:
-            clipping.load_state_dict(state.get(STATE_KEY))
-        elif STATE_KEY in state:
-            log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
-        return load_state_dict(scheduler, state, *args, **kwargs)
-
-    return with_adagc
+def load_adagc(load_state_dict: Callable[..., Any], scheduler: Any, state: dict[str, Any], *args: Any) -> Any:
+    """Call the scheduler's `load_state_dict`, and give AdaGC its own."""
+    if clipping := installation.current().clipping:
+        clipping.load_state_dict(state.get(STATE_KEY))
+    elif STATE_KEY in state:
+        log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
+    return load_state_dict(scheduler, state, *args)

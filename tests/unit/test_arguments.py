@@ -93,7 +93,7 @@ def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytes
     monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(adagc_beta=0.9))
     monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda _: ()))
     with pytest.raises(ValueError, match="--adagc-beta has no effect without --adagc"):
-        loop.set_up(lambda: None)()
+        loop.set_up(lambda: None)
 
 
 def test_installing_settings_without_a_lambda_is_refused() -> None:
@@ -204,7 +204,7 @@ class TestAnUnreadableRecord:
         monkeypatch.setattr(loop.compat, "arguments", lambda: parser().parse_args(line.split()))
         monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda _: ()))
         recorded = argparse.Namespace(**{"simreg_lambda": 1, **record})
-        return loop.compare_with_checkpoint(lambda _: "goes on")(recorded)
+        return loop.compare_with_checkpoint(lambda _: "goes on", recorded)
 
     @pytest.mark.parametrize(("record", "name", "line"), RECORDS)
     def test_a_run_resumes_and_says_so(self, record, name, line, monkeypatch) -> None:

@@ -48,10 +48,9 @@ class Model(nn.Module):
         self.decoder.layers[0].layer_number = 1
 
     def forward(self, hidden_states: Tensor, labels: Tensor, packed_seq_params: object = None, **more: Any) -> Tensor:
-        return _postprocess(self, hidden_states, labels, packed_seq_params=packed_seq_params, **more)
+        return regularize(_postprocess, self, hidden_states, labels, packed_seq_params=packed_seq_params, **more)
 
 
-@regularize
 def _postprocess(
     model: Model,
     hidden_states: Tensor,
@@ -215,7 +214,7 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
     installation.keep(installation.Installation(None, lambda config: ()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        plugin_loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))()
+        plugin_loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))
     assert attached[0][1] == "optimizer"
     sentence = "with --simreg-every 2 it clips most of the term away in the steps with it: drop one of the two"
     assert [sentence in str(each.message) for each in caught if "AdaGC" in str(each.message)] == [True] * (every == 2)

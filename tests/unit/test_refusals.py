@@ -2,6 +2,7 @@
 """Settings under which SimReg would be wrong or silent are refused by name; open log writers get its values."""
 
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -231,7 +232,7 @@ def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.Captur
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(log_interval=5))
     made = installation.Installation(SimRegConfig(lambda_=1), lambda config: ())
     monkeypatch.setattr(installation, "_installation", made)
-    megatrons_log = log.report(megatrons_line)
+    megatrons_log = partial(log.report, megatrons_line)
     megatrons_log({"advanced iterations": 4}, 5, 0)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
