@@ -200,29 +200,21 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
     return AdaGCConfig(**{field: value for field, value in given.items() if value is not None}) if is_on else None
 
 
-def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """Return a line for every setting of SimReg that differs between this run and the run that wrote the checkpoint.
+def differences(flags: tuple[Flag, ...], read: Callable[[Any], Any], checkpoint_args: Any, args: Any) -> list[str]:
+    """Return a line for every setting that differs between this run and the run that wrote the checkpoint.
+
+    Args:
+        read: makes the record of a namespace, whose fields the flags set.
 
     Raises:
-        ValueError, TypeError: the checkpoint's are none that this version knows.
+        ValueError, TypeError: the checkpoint's settings are none that this version knows.
     """
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
-    return _differences(OF_SIMREG, config_from_args(checkpoint_args), config_from_args(args), args)
-
-
-def adagc_differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """Return the same lines for AdaGC's settings."""
-    if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
-        return []
-    before, now = (adagc_from_args(given) for given in (checkpoint_args, args))
+    before, now = read(checkpoint_args), read(args)
     if before is None or now is None:
-        was, is_now = ("off" if config is None else "on" for config in (before, now))
+        was, is_now = ("off" if record is None else "on" for record in (before, now))
         return [] if was == is_now else [f"--adagc was {was} when the checkpoint was written and is {is_now} now"]
-    return _differences(OF_ADAGC, before, now, args)
-
-
-def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> list[str]:
     by_default = " (its default; set the flag to continue as before)"
     return [
         f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "

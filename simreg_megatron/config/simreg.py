@@ -9,16 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from simreg_megatron import objectives
+from simreg_megatron.config import values
 from simreg_megatron.config.schedule import Schedule, parsed
-from simreg_megatron.config.values import (
-    TEMPERATURES,
-    checked_lambda,
-    checked_layers,
-    checked_together,
-    refuse_other_kinds,
-    settings_of_parts,
-    spoken,
-)
 from simreg_megatron.notices import refuse
 from simreg_megatron.objectives.options import checked_options
 from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar
@@ -88,12 +80,12 @@ class SimRegConfig:
     log_interval: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lambda_", checked_lambda(self.lambda_))
-        object.__setattr__(self, "layers", checked_layers(self.layers))
-        refuse_other_kinds("SimReg", self)
+        object.__setattr__(self, "lambda_", values.checked_lambda(self.lambda_))
+        object.__setattr__(self, "layers", values.checked_layers(self.layers))
+        values.refuse_other_kinds("SimReg", self)
         if self.combines:
             self.parts  # noqa: B018  each is checked when it is made
-            object.__setattr__(self, "objective_options", checked_together(self._given, _DEFAULTS))
+            object.__setattr__(self, "objective_options", values.checked_together(self._given, _DEFAULTS))
             return
         record = self.record  # an unknown name ends here
         refuse(
@@ -105,17 +97,17 @@ class SimRegConfig:
         has_none = record.temperature is None and self.temperature is not None
         if self.temperature is None:
             object.__setattr__(self, "temperature", record.temperature)
-        lowest, highest = TEMPERATURES
-        values = self._given
+        lowest, highest = values.TEMPERATURES
+        given = self._given
         refuse(
             (has_none, f"SimReg objective {self.objective} has no temperature: drop the temperature"),
             (not lowest <= self.tau <= highest,
              f"the SimReg temperature must be a number from {lowest:g} to {highest:g}, not {self.tau}"),
-            *((values[name] is not None and values[name] < least,
-               f"SimReg {name.replace('_', ' ')} must be {least} or more, not {values[name]}")
+            *((given[name] is not None and given[name] < least,
+               f"SimReg {name.replace('_', ' ')} must be {least} or more, not {given[name]}")
               for name, least in {"start_iter": 0, "every": 1, "log_interval": 1}.items()),
-            *((values[name] < 0 or values[name] == 1,  # a token alone meets no other; a ramp of one step is none
-               f"SimReg {name.replace('_', ' ')} must be 0, or 2 or more, not {values[name]}")
+            *((given[name] < 0 or given[name] == 1,  # a token alone meets no other; a ramp of one step is none
+               f"SimReg {name.replace('_', ' ')} must be 0, or 2 or more, not {given[name]}")
               for name in ("chunk_size", "warmup_iters")),
             (not record.trains and (self.lambda_ != 0 or self.similarity == "learnable"),
              f"SimReg {f'lambda {self.lambda_}' if self.lambda_ != 0 else 'similarity learnable'} has no effect with "
@@ -136,15 +128,15 @@ class SimRegConfig:
             (self.chunk_weight != "token" and self.chunk_size == 0 and self.is_simreg,
              f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, as nothing is cut into "
              "chunks: give a chunk size, or drop the weight"),
-            *((values[name] != _DEFAULTS[name],
-               f"{spoken(name, values[name])} has no effect on objective {self.objective}: drop it")
+            *((given[name] != _DEFAULTS[name],
+               f"{values.spoken(name, given[name])} has no effect on objective {self.objective}: drop it")
               for name in self.idle_settings),
             (self.placement != "post-norm" and "final" not in self.layers,
              f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
              "drop it, or add final to the layers"),
-            *((given and not self.trains,
+            *((is_given and not self.trains,
                f"SimReg {name} has no effect while lambda is 0 or with objective none: drop it")
-              for name, given in needs_term.items()),
+              for name, is_given in needs_term.items()),
             (self.every > 1 and self.trains_scalars,
              f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
              "compute it in every step, or choose settings that train no scalars"),
@@ -177,7 +169,7 @@ class SimRegConfig:
         """The settings of each objective; most often of one."""
         if not self.combines:
             return (self,)
-        return tuple(SimRegConfig(**given) for given in settings_of_parts(self._given, _DEFAULTS))
+        return tuple(SimRegConfig(**given) for given in values.settings_of_parts(self._given, _DEFAULTS))
 
     @functools.cached_property
     def record(self) -> Objective:

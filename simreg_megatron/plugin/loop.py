@@ -19,17 +19,8 @@ from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import forget, log_once, one_line, warn
 from simreg_megatron.objectives.simreg import note_on_lambda
 from simreg_megatron.parallel import learnable
-from simreg_megatron.plugin import compat, installation, log
+from simreg_megatron.plugin import compat, installation, log, refusals
 from simreg_megatron.plugin.model import watch
-from simreg_megatron.plugin.refusals import (
-    WHOLE_GRAPH,
-    is_whole_graph,
-    refuse_arguments,
-    refuse_models,
-    refuse_rows,
-    refuse_settings,
-    refuse_start_over,
-)
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.plugin.tokens import device_of, open_row_group, rows_dtype
 
@@ -48,13 +39,13 @@ def set_up(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: 
     config, adagc = regularizer.config, flags.adagc_from_args(settings) if here.given_config is None else None
     here.clipping = None if adagc is None else Clipping(adagc)
     if config.active:
-        refuse_arguments(settings, config)
+        refusals.refuse_arguments(settings, config)
     if config.active or adagc is not None:
-        refuse_start_over(settings)
+        refusals.refuse_start_over(settings)
     built = setup_model_and_optimizer(*args, **kwargs)
     models, optimizer = built[:2]
     if config.active:
-        refuse_models(config, models, here.model_classes)
+        refusals.refuse_models(config, models, here.model_classes)
         make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
         if config.document_mask:
             regularizer.reader.end_of_document = end_of_document()
@@ -91,11 +82,11 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     if not config.active:
         return
     chunks = models if isinstance(models, list) else [models]
-    refuse_models(config, chunks, here.model_classes)
+    refusals.refuse_models(config, chunks, here.model_classes)
     for model in compat.language_models(chunks):
-        refuse_settings(model.config, config)
+        refusals.refuse_settings(model.config, config)
         replicas = functools.partial(compat.data_group, model)
-        refuse_rows(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
+        refusals.refuse_rows(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
         learnable.refuse_without(config, model)
         watch(model)
     make_ready(regularizer, chunks, compat.language_models(chunks)[0].config, micro_batch_size, seq_length)
@@ -113,9 +104,9 @@ def make_ready(
     config, models = regularizer.config, compat.language_models(model_chunks)
     inside = set(models) - set(compat.unwrapped(model_chunks))
     installation.current().loss_masks |= dict.fromkeys(inside)  # such a one may count labels of images without a mask
-    if is_whole_graph(settings):
+    if refusals.is_whole_graph(settings):
         regularizer.strength.repeats, regularizer.metrics.has_geometry = True, False
-        log_once(f"SimReg: no geometry is measured with {WHOLE_GRAPH}; the log has its loss and lambda")
+        log_once(f"SimReg: no geometry is measured with {refusals.WHOLE_GRAPH}; the log has its loss and lambda")
     if micro_batch_size and seq_length:
         choose_form(config, models, micro_batch_size, seq_length)
     for model in models:
@@ -178,10 +169,10 @@ def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any], checkpoint_args: Any, *args: Any) -> Any:
     """Call Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
-    both = (("SimReg", flags.differences_to_checkpoint), ("AdaGC", flags.adagc_differences_to_checkpoint))
-    for name, differences in both:
+    records = (("SimReg", flags.OF_SIMREG, flags.config_from_args), ("AdaGC", flags.OF_ADAGC, flags.adagc_from_args))
+    for name, its_flags, read in records:
         try:
-            for difference in differences(checkpoint_args, compat.arguments()):
+            for difference in flags.differences(its_flags, read, checkpoint_args, compat.arguments()):
                 log_once(f"SimReg: {difference}")
         except Exception as error:  # a damaged record may be anything
             warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")

@@ -150,13 +150,13 @@ def overwritten_wrapper() -> None:
 
 def other_model_class() -> None:
     """A model that never passes through the wrapped function."""
-    from simreg_megatron.plugin import loop
+    from simreg_megatron.plugin import refusals
 
     class OtherModel(torch.nn.Module):
         post_process = True
 
-    refuse = loop.refuse_models
-    loop.refuse_models = lambda config, chunks, known: refuse(config, [OtherModel()], known)
+    refuse = refusals.refuse_models
+    refusals.refuse_models = lambda config, chunks, known: refuse(config, [OtherModel()], known)
 
 
 def adagc_local_norms() -> None:

@@ -3,20 +3,19 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from simreg_megatron import SimRegConfig, install
-from simreg_megatron.config.flags import adagc_differences_to_checkpoint as adagc_differences
-from simreg_megatron.config.flags import (
-    adagc_from_args,
-    add_simreg_arguments,
-    config_from_args,
-    differences_to_checkpoint,
-)
+from simreg_megatron.config import flags as ours
+from simreg_megatron.config.flags import adagc_from_args, add_simreg_arguments, config_from_args
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.plugin import installation, loop
+
+differences_to_checkpoint = partial(ours.differences, ours.OF_SIMREG, config_from_args)
+adagc_differences = partial(ours.differences, ours.OF_ADAGC, adagc_from_args)
 
 
 def parser() -> argparse.ArgumentParser:

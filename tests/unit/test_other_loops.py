@@ -18,7 +18,7 @@ from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config.flags import add_simreg_arguments
 from simreg_megatron.loop import contract
 from simreg_megatron.parallel import learnable
-from simreg_megatron.plugin import compat, installation
+from simreg_megatron.plugin import compat, installation, refusals
 from simreg_megatron.plugin import loop as plugin_loop
 from simreg_megatron.plugin.model import regularize
 from tests.helpers.fixtures import One
@@ -158,7 +158,7 @@ EXCLUDED = [
 
 @pytest.mark.parametrize(("settings", "of_model", "sentence"), EXCLUDED)
 def test_what_the_models_configuration_excludes_is_refused(settings, of_model, sentence: str, monkeypatch) -> None:
-    monkeypatch.setattr(plugin_loop, "refuse_models", lambda *_: None)  # asks for a real decoder
+    monkeypatch.setattr(refusals, "refuse_models", lambda *_: None)  # asks for a real decoder
     installed(**settings)
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
         loop.begin_run(Model(**of_model))
@@ -209,8 +209,8 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
     monkeypatch.setattr(compat, "arguments", lambda: args)
     attached: list[tuple] = []
     monkeypatch.setattr(Clipping, "attach", lambda *given: attached.append(given))
-    for name in ("choose_form", "open_row_group", "refuse_models"):
-        monkeypatch.setattr(plugin_loop, name, lambda *given: None)
+    for module, name in ((plugin_loop, "choose_form"), (plugin_loop, "open_row_group"), (refusals, "refuse_models")):
+        monkeypatch.setattr(module, name, lambda *given: None)
     installation.keep(installation.Installation(None, lambda config: ()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
