@@ -42,11 +42,7 @@ class Seam:
         return ".".join(part for part in (self.module, self.owner, self.name) if part)
 
     def holder(self) -> Any:
-        """Return the module or class whose attribute is to be replaced.
-
-        Raises:
-            MegatronSeamError: the module, the class or the function is missing, or takes other parameters.
-        """
+        """Return the module or class whose attribute is to be replaced; MegatronSeamError if this Megatron lacks it."""
         cause, what, fix = None, f"it has no {self.path}", "use megatron-core 0.12 or newer"
         try:
             module = importlib.import_module(self.module)
@@ -90,16 +86,12 @@ MASK_SEAMS = tuple(
 DECODER_SEAM = Seam(
     "megatron.core.transformer.transformer_block", "TransformerBlock", "forward", "states inside the decoder are caught"
 )
-ARGUMENTS_SEAM = Seam(
-    "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
-)
+ARGUMENTS_SEAM = Seam("megatron.training.arguments", None, "add_megatron_arguments", "our flags join Megatron's")
 SETUP_SEAM = Seam(_TRAINING, None, "setup_model_and_optimizer", "what cannot work is refused before step one")
 STEP_SEAM = Seam(_TRAINING, None, "train_step", "a lambda that changes follows the iteration", frozenset({"model"}))
 _LOGGED = frozenset({"total_loss_dict", "iteration", "skipped_iter"})
 LOG_SEAM = Seam(_TRAINING, None, "training_log", "SimReg's values join Megatron's log", _LOGGED)
-HELPERS_SEAM = Seam(
-    "megatron.core.datasets.utils", None, "compile_helpers", "wheels bring these helpers compiled, without a Makefile"
-)
+HELPERS_SEAM = Seam("megatron.core.datasets.utils", None, "compile_helpers", "wheels bring these helpers compiled")
 _CHECKPOINTING = "megatron.training.checkpointing"
 RESUME_SEAM = Seam(_CHECKPOINTING, None, "check_checkpoint_args", "a resume compares its flags with the checkpoint's")
 _SCHEDULER = "megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler"
@@ -221,11 +213,8 @@ def tensor_and_context_group(model: Any) -> Any:
 
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
-    """Return the group of ranks that train on other sequences, with or without the context ranks.
-
-    Megatron's global group alone has the ranks among which 0.19's --tensor-parallel-num-weight-shards cuts a weight:
-    they train on other sequences, too.
-    """
+    """Return the group of ranks that train on other sequences, with or without the context ranks."""
+    # 0.19's --tensor-parallel-num-weight-shards: in the global group alone are the ranks that share a weight so.
     weight_shards = getattr(getattr(model, "pg_collection", None), "gtp_remat", None)
     model = None if weight_shards is not None and weight_shards.size() > 1 else model
     name = "dp_cp" if with_context else "dp"

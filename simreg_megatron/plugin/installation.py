@@ -21,9 +21,8 @@ Wrappers = Iterable[tuple[compat.Seam, Wrapper]]
 class Installation:
     """The settings, the wrapped functions, and the models that have passed them.
 
-    Args:
-        config: the settings; None reads them from Megatron's flags, once these are parsed.
-        decoder_wrapper: for the decoder's `forward`, where the settings name states inside.
+    Without `config` the settings are Megatron's flags, once these are parsed. `decoder_wrapper` is for the decoder's
+    `forward`, where the settings name states inside.
     """
 
     def __init__(self, config: SimRegConfig | None, decoder_wrapper: Wrapper) -> None:

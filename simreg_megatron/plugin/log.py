@@ -68,10 +68,7 @@ def report(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]:
-    """Reduce the means over the ranks that saw SimReg. A collective.
-
-    Where SimReg only measures, the values are of a log step alone, and gone afterwards in any case.
-    """
+    """Reduce the means over the ranks that saw SimReg, a collective; what is only measured is gone afterwards."""
     regularizer = installation.regularizer()
     data_group, resets = compat.data_group(model, with_context=True), reset or not regularizer.trains
     means = regularizer.metrics.reduce(data_group, reset=resets)

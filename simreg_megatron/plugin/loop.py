@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in place of functions of Megatron's loop, and calls them: flags, set-up, the step's number, checkpoints.
-
-And what any loop does before its first step and before each one.
-"""
+"""What runs in place of functions of Megatron's loop, and calls them; and what any loop does before a step."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 def make_ready(
     regularizer: Regularizer, model_chunks: Any, settings: Any, micro_batch_size: int | None, seq_length: int | None
 ) -> None:
-    """Follow a captured step, choose the kernels where the shapes are known, and log one line an objective.
+    """Choose the kernels where the shapes are known, and log one line an objective.
 
     `settings` are Megatron's flags, or in other loops the configuration of the model.
     """

@@ -67,13 +67,10 @@ def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kw
 
 @contextlib.contextmanager
 def _behind_output_layer(model: Any, compute: Callable[[], Terms | None]) -> Iterator[list[Terms | None]]:
-    """Call `compute` once inside the block, after the model's output layer; at its end if that is never called.
+    """Call `compute` once inside the block, after the model's output layer or at its end; yield a list for its result.
 
     The output layer and the loss keep a GPU busy for milliseconds, in which the host prepares the terms. Autograd runs
     the newest node first, so that their backward lies between those of the loss and of the output layer.
-
-    Yields:
-        What `compute` returned, in a list.
     """
     terms: list[Terms | None] = []
 

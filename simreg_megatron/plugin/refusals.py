@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, flags of Megatron and models under which SimReg would be wrong, or silent: refused by name.
-
-Every function raises ValueError or NotImplementedError with a sentence that names the cause and the way out.
-"""
+"""Settings, flags of Megatron and models under which SimReg would be wrong, or silent: refused by name."""
 
 from __future__ import annotations
 
@@ -39,8 +36,7 @@ _SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDat
 def is_whole_graph(settings: Any) -> bool:
     """Return whether Megatron captures a whole step in one CUDA graph, and replays it in later steps.
 
-    Python runs in the capture alone: what changes from step to step must lie in tensors that were there before it, as
-    the factor of lambda and the sums of the log do. What the host decides in each step is refused.
+    Python runs in the capture alone: what changes from step to step must lie in tensors that were there before it.
     """
     asked = f"{getattr(settings, 'cuda_graph_impl', '')} {getattr(settings, 'cuda_graph_scope', '')}"
     return re.search(r"full_iteration(?!_inference)", asked) is not None
@@ -196,13 +192,10 @@ def refuse_start_over(args: Any) -> None:
 def refuse_rows(
     config: SimRegConfig, width: int | None, num_sequences: int | None, replicas: Callable[[], Any], *, packed: bool
 ) -> None:
-    """Refuse objectives that can make nothing of micro-batches like these, of which None is not known yet.
+    """Refuse objectives that can make nothing of micro-batches like these: `width` is that of the hidden states.
 
-    Args:
-        width: of the hidden states.
-        num_sequences: in a micro-batch.
-        replicas: returns the group of ranks with other sequences; called where an objective gathers these.
-        packed: whether a row may hold several texts.
+    What is None is not known yet. `replicas`, the group of ranks with other sequences, is called only if an objective
+    gathers these. In `packed` rows there may be several texts.
     """
     for part in config.parts:
         longest = max(part.prefixes, default=0)

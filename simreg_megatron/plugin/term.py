@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the hidden states and labels of one micro-batch to SimReg's term, and from there to Megatron's loss.
 
-Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden, A anchors of this rank. Megatron's hidden
-states are [S, B, D], its labels, loss mask and per-token loss [B, T], also where sequence parallelism splits the hidden
-states.
+Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden, A anchors of this rank. Hidden states are
+[S, B, D]; labels, loss mask and per-token loss [B, T], also where sequence parallelism splits the hidden states.
 """
 
 from __future__ import annotations
@@ -90,12 +89,8 @@ class Regularizer:
     ) -> Terms | None:
         """Compute SimReg's terms of a micro-batch; None in steps in which it neither trains nor measures.
 
-        Args:
-            model: the GPTModel.
-            hidden_states: [S, B, D], what enters the output layer (or, with multi-token prediction, its stack).
-            labels: [B, T] target ids; negative ids are ignored.
-            loss_mask: [B, T], 0 where a token does not count; None counts every token with a label.
-            packed_seq_params: Megatron's description of a row that packs several texts, or None.
+        The hidden states are what enters the output layer (or, with multi-token prediction, its stack). A token counts
+        if its label is not negative and its loss mask not 0; without a mask every label counts.
         """
         self._hidden_size = model.config.hidden_size
         self.has_met_model = True
@@ -109,9 +104,8 @@ class Regularizer:
         with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
             shard, main_states = tokens.shard, tokens.hidden_states
-            states: dict[int | str, Tensor] = {"final": main_states}
-            if self.config.looks_inside:
-                states = self.inner_states.take(model, main_states)
+            inside = self.config.looks_inside
+            states = self.inner_states.take(model, main_states) if inside else {"final": main_states}
             with torch.set_grad_enabled(self.trains):
                 parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
             last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
@@ -127,11 +121,7 @@ class Regularizer:
         return Terms(list(weighted), labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
-        """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
-
-        Raises:
-            NotImplementedError: the loss is not [B, T]; or it trains, and the terms have no graph to train through.
-        """
+        """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched."""
         if terms is None:
             return loss_BT
         if loss_BT.shape != terms.labels.shape:
@@ -195,16 +185,14 @@ class Regularizer:
         return _Part(terms, shown, learned)
 
     def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
-        documents = tokens.documents
-        if documents is not None and "document_mask" in config.idle_settings:
-            documents = None
+        masks_documents = tokens.documents is not None and "document_mask" not in config.idle_settings
         return chunk_views(
             config,
             tokens.shard,
             states.detach() if for_log else states,
             tokens.labels,
             tokens.valid,
-            documents=documents,
+            documents=tokens.documents if masks_documents else None,
             sample_length=tokens.sample_length,
             heads=tokens.heads if config.meets_heads else None,
             iteration=self.strength.iteration,

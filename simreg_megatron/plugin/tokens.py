@@ -52,13 +52,8 @@ class Reader:
     def read(self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packing: Any = None) -> Tokens:
         """Find this rank's tokens; a collective where an objective asks for the output layer's rows.
 
-        Args:
-            hidden_states: [S, B, D], and behind them those of multi-token-prediction depths, which are left out.
-            labels, loss_mask: [B, T].
-            packing: Megatron's `packed_seq_params`.
-
-        Raises:
-            ValueError, NotImplementedError: an objective can make nothing of micro-batches of this shape.
+        `hidden_states` [S, B, D] may be followed by those of multi-token-prediction depths, which are left out; labels
+        and loss mask are [B, T], `packing` Megatron's `packed_seq_params`.
         """
         tp, cp = compat.tensor_group(model), compat.context_group(model, packing)
         sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
@@ -112,11 +107,11 @@ class InnerStates:
 
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
-        self._caught: WeakKeyDictionary[Any, dict[int | str, Tensor]] = WeakKeyDictionary()
+        self._caught: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()  # by layer number, or "final"
 
     def catch(self, forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(decoder, ...)` and keep the wanted states."""
-        caught: dict[int | str, Tensor] = {}
+        caught: dict[Any, Tensor] = {}
         handles: list[Any] = []
 
         def watch(module: Any, name: int | str) -> None:
@@ -148,12 +143,8 @@ class InnerStates:
         if self._caught:
             self._caught.pop(model.decoder, None)
 
-    def take(self, model: Any, final: Tensor) -> dict[int | str, Tensor]:
-        """Return the states of `model` that the settings name, in order; `final` is what the last decoder returned.
-
-        Raises:
-            NotImplementedError: one was not caught, or was computed without a graph.
-        """
+    def take(self, model: Any, final: Tensor) -> dict[Any, Tensor]:
+        """Return the states of `model` that the settings name, in order; `final` is what the last decoder returned."""
         states = self._caught.pop(model.decoder, {})
         if self.config.placement == "post-norm":
             states["final"] = final
