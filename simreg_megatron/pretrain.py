@@ -118,14 +118,8 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
         return None
     borders, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
     update_seqlen_stats_from_cu_seqlens(borders)  # for the FLOP/s of Megatron's log
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        tokens_per_sample=get_args().seq_length,
-    )
+    lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest, "tokens_per_sample": get_args().seq_length}
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, **lengths)
 
 
 def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -154,14 +148,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     batch = get_batch(data_iterator, utils.get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=packed_sequences(batch),
-    )
+    named = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], "packed_seq_params": packed_sequences(batch)}
+    output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], **named)
     return output, partial(loss_function, batch["loss_mask"])
 
 
@@ -174,12 +162,7 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def check_document_masks(args: Any) -> None:
-    """Refuse settings with which Megatron 0.19 itself would lose the borders of documents, most of them silently.
-
-    Raises:
-        ValueError: a mask reaches neither Transformer Engine nor all pipeline stages, packed rows arrive at the next
-            stage in another shape, or context parallelism cuts packed rows where attention does not expect it.
-    """
+    """Refuse settings with which Megatron 0.19 itself would lose the borders of documents, most of them silently."""
     stages, packing = args.pipeline_model_parallel_size, args.dataloader_inter_document_masking
     for condition, sentence in (
         (args.reset_attention_mask and args.transformer_impl != "local",

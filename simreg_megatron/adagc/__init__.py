@@ -33,7 +33,6 @@ class AdaGC:
     """Coefficients from norms, and the moving averages behind them.
 
     Args:
-        num_parameters: N.
         lambda_rel: rel, how far above its average a norm may rise.
         lambda_abs: abs, the largest global norm of a warm-up step.
         beta: of the moving average.

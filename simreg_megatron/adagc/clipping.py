@@ -59,12 +59,7 @@ class Clipping:
     def attach(self, optimizer: Any, models: list[Any], args: Any) -> None:
         """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective.
 
-        Args:
-            models: the parts of the model on this rank, without Megatron's wrappers around them.
-            args: Megatron's parsed arguments.
-
-        Raises:
-            NotImplementedError: the gradients of a parameter are nowhere to be found, or on more ranks than known.
+        `models` are the parts of the model on this rank, without Megatron's wrappers; `args` Megatron's arguments.
         """
         refuse_hidden(optimizer, args)
         all_members = list(members(optimizer))

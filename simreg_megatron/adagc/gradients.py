@@ -56,15 +56,7 @@ class Member(NamedTuple):
 
 
 def named_parameters(models: list[Any]) -> Iterator[Named]:
-    """List the trained parameters of this rank's pipeline stages.
-
-    Args:
-        models: without Megatron's wrappers around them.
-
-    Raises:
-        NotImplementedError: one tensor holds several experts, so that none of them has a norm of its own; or weights
-            are cut further than tensor parallelism cuts them.
-    """
+    """List the trained parameters of this rank's pipeline stages, given without Megatron's wrappers."""
     for model in models:
         layers = {
             name + ".": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."

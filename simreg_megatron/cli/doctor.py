@@ -42,7 +42,17 @@ def run(options: argparse.Namespace) -> int:
         return 0 if _try_triton() and (not compat.has_training_loop() or _train_one_step()) else 1
     about_script = list(_look_at_script(options.script)) if options.script else []
     print(*about_script, sep="\n", end="\n" * bool(about_script))
-    _print_packages()
+    print(f"simreg-megatron {__version__}, Python {sys.version.split()[0]}")
+    for name, says in (
+        ("torch", "missing: SimReg needs it"),
+        ("megatron-core", "missing: pip install megatron-core, or put a Megatron-LM tree on PYTHONPATH"),
+        ("transformer-engine", "not installed (optional: the fused layers for GPUs)"),
+        ("triton", "not installed (optional)"),
+        ("sentencepiece", "not installed (the built-in corpus needs it)"),
+    ):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            says = importlib.metadata.version(name)
+        print(f"  {name:20}{says}")
     if importlib.util.find_spec("torch") is None:
         return 1  # the packages have said why
     import torch
@@ -71,7 +81,11 @@ def _look_at_script(script: Path) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError, tokenize.TokenError) as error:
         raise SentenceError(f"cannot read {script} as Python: {error}") from None
     sys.path.insert(0, str(script.resolve().parent))
-    yield f"Script: {script}, with Megatron from {_place_of_megatron()}."
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec("megatron.core")  # in a tree on PYTHONPATH before an installed one
+    place = Path(found.origin).parents[2] if found and found.origin else "nowhere: it is not installed"
+    yield f"Script: {script}, with Megatron from {place}."
     if {"simreg_megatron", "install"} <= names:
         yield _INSTALLS
     else:
@@ -91,28 +105,6 @@ _NO_LOOP = (
     "own loop is not here (the wheels before 0.17 have no megatron.training): for that, and for the --simreg-* flags, "
     "put the Megatron-LM source tree of this release on PYTHONPATH; the launch scripts take it as MEGATRON_PATH."
 )
-
-
-def _place_of_megatron() -> str:
-    """Return the folder of the Megatron that an import finds: a tree on PYTHONPATH comes before an installed one."""
-    found = None
-    with contextlib.suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec("megatron.core")
-    return str(Path(found.origin).parents[2]) if found and found.origin else "nowhere: it is not installed"
-
-
-def _print_packages() -> None:
-    print(f"simreg-megatron {__version__}, Python {sys.version.split()[0]}")
-    for name, says in (
-        ("torch", "missing: SimReg needs it"),
-        ("megatron-core", "missing: pip install megatron-core, or put a Megatron-LM tree on PYTHONPATH"),
-        ("transformer-engine", "not installed (optional: the fused layers for GPUs)"),
-        ("triton", "not installed (optional)"),
-        ("sentencepiece", "not installed (the built-in corpus needs it)"),
-    ):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            says = importlib.metadata.version(name)
-        print(f"  {name:20}{says}")
 
 
 def _device_sentence(torch: Any) -> str:

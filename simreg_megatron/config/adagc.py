@@ -14,7 +14,7 @@ ADAGC_VARIANTS = ("clipped", "raw", "global")
 
 @dataclass(frozen=True)
 class AdaGCConfig:
-    """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`.
+    """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`. ValueError if one is impossible.
 
     Attributes:
         lambda_rel: how far above its moving average a parameter's gradient norm may rise.
@@ -22,9 +22,6 @@ class AdaGCConfig:
         beta: of the moving average.
         warmup_iters: steps that are clipped by their global norm.
         variant: "clipped", "raw" or "global".
-
-    Raises:
-        ValueError: a setting is impossible.
     """
 
     lambda_rel: float = 1.04

@@ -160,11 +160,7 @@ def _given(flags: tuple[Flag, ...], args: Any) -> list[str]:
 
 
 def config_from_args(args: Any) -> SimRegConfig:
-    """Read the settings from Megatron's namespace; what is absent or None keeps its default.
-
-    Raises:
-        ValueError: they are impossible, or have no effect.
-    """
+    """Read the settings from Megatron's namespace; ValueError if they are impossible, or have no effect."""
     given = {flag.field: getattr(args, flag.dest, None) for flag in OF_SIMREG}
     config = SimRegConfig(**{field: value for field, value in given.items() if value is not None})
     refuse_idle_settings(config)
@@ -183,11 +179,7 @@ def refuse_idle_settings(config: SimRegConfig) -> None:
 
 
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
-    """Return the settings of AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all.
-
-    Raises:
-        ValueError: they are impossible, or have no effect.
-    """
+    """Return the same for AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all."""
     names, is_on = _given(OF_ADAGC, args), getattr(args, "adagc", None)
     given = {flag.field: getattr(args, flag.dest, None) for flag in OF_ADAGC}
     refuse(
@@ -203,11 +195,7 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
 def differences(flags: tuple[Flag, ...], read: Callable[[Any], Any], checkpoint_args: Any, args: Any) -> list[str]:
     """Return a line for every setting that differs between this run and the run that wrote the checkpoint.
 
-    Args:
-        read: makes the record of a namespace, whose fields the flags set.
-
-    Raises:
-        ValueError, TypeError: the checkpoint's settings are none that this version knows.
+    `read` makes the record of a namespace, whose fields the flags set. It may raise anything for a damaged checkpoint.
     """
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []

@@ -23,21 +23,13 @@ _HIGHEST = 1000  # times lambda
 
 @dataclass(frozen=True)
 class Schedule:
-    """Settings of one run.
+    """Settings of one run."""
 
-    Attributes:
-        shape: of the way to `final`.
-        final: what is left of lambda at the end, as a share of it.
-        warmup_iters: iterations over which lambda rises linearly from 0.
-        off_after: share of the training after which the term is off; 1 is never.
-        start_iter: iterations before the term begins.
-    """
-
-    shape: str = "constant"
-    final: float = 1.0
-    warmup_iters: int = 0
-    off_after: float = 1.0
-    start_iter: int = 0
+    shape: str = "constant"  # of the way to `final`
+    final: float = 1.0  # what is left of lambda at the end, as a share of it
+    warmup_iters: int = 0  # iterations over which lambda rises linearly from 0
+    off_after: float = 1.0  # share of the training after which the term is off; 1 is never
+    start_iter: int = 0  # iterations before the term begins
 
     @functools.cached_property
     def is_constant(self) -> bool:
@@ -49,14 +41,7 @@ class Schedule:
         return self.shape != "constant" or self.off_after < 1
 
     def factor(self, iteration: int, num_iterations: int | None = None) -> float:
-        """Return the factor of lambda in this iteration, counted from 0.
-
-        Args:
-            num_iterations: of the whole training; needed where `needs_length`.
-
-        Raises:
-            ValueError: the training is so short that the term would never be on, or never off.
-        """
+        """Return the factor of lambda in this iteration, counted from 0; a schedule that `needs_length` needs it."""
         if self.is_off(iteration, num_iterations):
             return 0.0
         elapsed = iteration - self.start_iter
@@ -82,11 +67,7 @@ class Schedule:
         return not self.start_iter <= iteration < self.end(num_iterations)
 
     def end(self, num_iterations: int) -> int:
-        """Return the first iteration without the term after the last one with it, given the length of the training.
-
-        Raises:
-            ValueError: see `factor`.
-        """
+        """Return the first iteration without the term after the last one with it, given the length of the training."""
         length = round(self.off_after * num_iterations)
         refuse(
             (self.off_after < 1 and not 0 < length < num_iterations,
@@ -111,11 +92,7 @@ class Schedule:
 
 
 def parsed(text: str, warmup_iters: int, off_after: float | None, start_iter: int = 0) -> Schedule:
-    """ "constant", "linear:0.1" or "cosine:0", with the other settings.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Read "constant", "linear:0.1" or "cosine:0", with the other settings; ValueError if it is none of them."""
     shape, colon, number = text.partition(":")
     final, share = number_of(number) if colon else 1.0, 1.0 if off_after is None else off_after
     refuse(

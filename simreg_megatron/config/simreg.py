@@ -24,7 +24,7 @@ IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
 @dataclass(frozen=True)
 class SimRegConfig:
-    """Settings of one run.
+    """Settings of one run; ValueError if one is impossible, or would have no effect.
 
     Attributes:
         lambda_: weight of the term relative to the next-token loss; "auto" is 10 * sqrt(hidden_size / 1024); 0 is off.
@@ -53,9 +53,6 @@ class SimRegConfig:
             this: not the same objective, but equal in expectation where no gradient is clipped.
         impl: which implementation computes the loss.
         log_interval: iterations between log values, in the loops of Megatron and Megatron-Bridge; None is their own.
-
-    Raises:
-        ValueError: a setting is impossible, or would have no effect.
     """
 
     lambda_: float | str = 0.0

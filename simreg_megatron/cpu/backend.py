@@ -2,8 +2,7 @@
 """Megatron's own training loop on a machine without a GPU: stand-ins for what it asks of CUDA.
 
 Megatron's loop names CUDA devices, streams and tensor types throughout. `activate()` answers those names on the CPU,
-one process per rank over gloo, so that a newcomer can run it and tests can hold every parallel layout. It is for
-learning and testing, never on by accident: it must be asked for, before Megatron is imported, where no GPU is.
+one process per rank over gloo, for learning and testing: it must be asked for, before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -91,11 +90,7 @@ def refuse(arguments: Any) -> None:
 def activate(mode: str = "on") -> None:
     """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
 
-    Args:
-        mode: "on"; or "force" to leave a GPU that is there unused.
-
-    Raises:
-        CpuBackendError: Megatron is imported already, a GPU is there and mode is not "force", or mode is unknown.
+    The mode "force", unlike "on", leaves a GPU that is there unused.
     """
     if is_active():
         return
@@ -137,9 +132,9 @@ def settle() -> None:
     """Wait until gloo's threads have freed what they hold, `_LIMIT` seconds at most.
 
     Without it torch (seen in 2.13) risks an abort at the end of a process: a thread of gloo that finished a collective
-    may be the last holder of its tensors, and needs Python's lock to free them. Where the interpreter has begun to end,
-    asking for the lock unwinds the thread through C++ that must not be unwound, and a run that did all its work ends
-    with status 134 (PyTorch issue 190489). Destroying the groups would take them from exit handlers that need them.
+    may be the last holder of its tensors, and asks for Python's lock to free them, which unwinds the thread through C++
+    if the interpreter has begun to end: status 134 (PyTorch issue 190489). Destroying the groups would take them from
+    exit handlers that need them.
     """
     end = time.monotonic() + _LIMIT
     time.sleep(_PAUSE)

@@ -119,10 +119,7 @@ def _replace_random_state(torch: Any) -> None:
 
 
 def _ranks_cut_weights() -> bool:
-    """Return whether ranks have other pieces of a weight, or other experts, and so seed by their number.
-
-    Elsewhere one stream of numbers serves for both generators.
-    """
+    """Return whether ranks have other pieces of a weight, or other experts, and so seed by their number."""
     groups = sys.modules.get("megatron.core.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
         return False
@@ -133,8 +130,7 @@ def _ranks_cut_weights() -> bool:
 def _give_loaders_a_generator(torch: Any) -> None:
     """Give loaders a generator: they draw a seed when reading begins, with a GPU from another one than dropout's.
 
-    Here both are one, and a resumed run, which begins to read after it has loaded its random state, would go on with
-    other dropout than the run that was never stopped.
+    Else a resumed run, which begins to read after it has loaded its random state, would go on with other dropout.
     """
     from torch.utils.data import DataLoader
 

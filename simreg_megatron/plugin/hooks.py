@@ -11,6 +11,7 @@ from simreg_megatron import notices
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
 from simreg_megatron.cpu.installed import without_make
+from simreg_megatron.notices import refuse
 from simreg_megatron.plugin import compat, installation, log, loop, model
 from simreg_megatron.plugin.installation import Installation, Wrapper
 from simreg_megatron.plugin.refusals import WAY_OUT
@@ -32,10 +33,12 @@ _WITH_FLAGS: tuple[tuple[compat.Seam, Wrapper], ...] = (
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     """Wrap Megatron's functions; see `simreg_megatron.install`."""
     before = installation.installed()
-    if before is not None and before.given_config != config:
-        raise ValueError("SimReg is installed with other settings already: call uninstall() first")
-    if models is not None and config is None:
-        raise ValueError("models are checked against settings: pass both, install(config=..., models=...)")
+    refuse(
+        (before is not None and before.given_config != config,
+         "SimReg is installed with other settings already: call uninstall() first"),
+        (models is not None and config is None,
+         "models are checked against settings: pass both, install(config=..., models=...)"),
+    )  # fmt: skip
     if config is not None and before is None:
         refuse_idle_settings(config)
     try:
@@ -103,16 +106,14 @@ def wrap_model(model_class: type) -> None:
     """See `simreg_megatron.loop.wrap_model`."""
     here, name = installation.current(), compat.MODEL_SEAM.name
     function = vars(model_class).get(name)
-    if function is None:
-        raise ValueError(
-            f"{model_class.__name__} has no {name} of its own, so install() alone reaches it: do not wrap it"
-        )
-    absent = {"hidden_states", "labels"} - set(inspect.signature(function).parameters)
-    if absent:
-        raise ValueError(
-            f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
-            f"let it call Megatron's, {WAY_OUT}"
-        )
+    absent = {"hidden_states", "labels"} - set(inspect.signature(function).parameters if function else ())
+    refuse(
+        (function is None,
+         f"{model_class.__name__} has no {name} of its own, so install() alone reaches it: do not wrap it"),
+        (absent,
+         f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
+         f"let it call Megatron's, {WAY_OUT}"),
+    )  # fmt: skip
     here.wrap(model_class, name, model.regularize)
     if not issubclass(model_class, here.model_classes):
         here.model_classes += (model_class,)

@@ -104,8 +104,9 @@ class Regularizer:
         with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
             shard, main_states = tokens.shard, tokens.hidden_states
-            inside = self.config.looks_inside
-            states = self.inner_states.take(model, main_states) if inside else {"final": main_states}
+            states: dict[Any, Tensor] = {"final": main_states}
+            if self.config.looks_inside:
+                states = self.inner_states.take(model, main_states)
             with torch.set_grad_enabled(self.trains):
                 parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
             last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
