@@ -67,8 +67,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
 def _without_odd_warm_up(warm_up: Callable[..., None]) -> Callable[..., None]:
     """Wrap Megatron's `_warmup_jit_function`: skip it if SwiGLU's FFN has an odd width, as the paper's 2371 and 5461.
 
-    It compiles SwiGLU with a tensor of that width, which SwiGLU must halve; a step gives it one of twice the width. So
-    without it every step works, and the first one compiles.
+    It compiles SwiGLU with a tensor of that width, which SwiGLU must halve. Without it the first step compiles.
     """
 
     @functools.wraps(warm_up)

@@ -185,9 +185,8 @@ def check_document_masks(args: Any) -> None:
 def make_plain_adam_loadable() -> None:
     """Let torch's own Adam go on from a checkpoint under the distributed optimizer.
 
-    Without Apex and Transformer Engine, Megatron 0.19 asks it at each load for steps that it has yet to take: such a
-    run would never go on. Past that, it would go on with other bits: the count of steps is set from the checkpoint,
-    then overwritten by 0 with the other tensors, and is one tensor of all parameters, which each of them raises.
+    Without Apex and Transformer Engine, Megatron 0.19 asks it at each load for steps that are yet to come, and fails.
+    Past that, the count of steps would be overwritten by 0, and be one tensor of all parameters, which each raises.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     if getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True) or hasattr(optimizer.state_dict, "__wrapped__"):

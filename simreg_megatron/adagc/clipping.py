@@ -54,8 +54,6 @@ class Clipping:
         self._sums = _NO_STEPS
         self._undo: list[Callable[[], None]] = []
 
-    # The optimizer
-
     def attach(self, optimizer: Any, models: list[Any], args: Any) -> None:
         """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective.
 
@@ -142,8 +140,6 @@ class Clipping:
             torch._foreach_mul_([grad for _, grad in grads], found.coefficients.float()[slots].unbind())
         return found
 
-    # Checkpoints
-
     def state_dict(self) -> dict[str, Any]:
         """Return numbers by parameter name, which any layout can read; before `attach`, the loaded checkpoint's."""
         if self._adagc is None:
@@ -204,9 +200,6 @@ class Clipping:
         }
 
 
-# What all ranks must know of each other before the first step ---------------------------------------------------------
-
-
 def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int], device: torch.device) -> None:
     """Check that every element of every parameter counts on exactly one rank, else its norm is wrong. A collective."""
     counted, expected = torch.zeros(2, len(names), dtype=torch.int64)
@@ -225,8 +218,7 @@ def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int],
 
 
 def _apart(named: list[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
-    """Bool [N]: parameters of detached prediction heads, which Megatron (from 0.19 on) clips by a norm of their own;
-    None where there are none. A collective."""
+    """Bool [N]: parameters of detached prediction heads, which have a norm of their own; None without any. Collective."""
     found = torch.zeros(len(slots), dtype=torch.int64)
     for entry in named:
         found[slots[entry.name]] = getattr(entry.parameter, "grad_norm_group", None) is not None

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from simreg_megatron.notices import refuse
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
 _SEQUENTIAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -19,9 +22,9 @@ _GROUPED_EXPERT = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.(?:weight|bias))(
 _ALL_EXPERTS = re.compile(r"\.experts\.(?:weight[12]|linear_fc[12]\.(?:weight|bias))$")
 _CUT_UNMARKED = re.compile(r"\.softmax_offset$|\.experts\.linear_fc1\.bias\d+$")  # the latter up to 0.18
 _EMBEDDING = "embedding.word_embeddings.weight"
-_ELSEWHERE = (
-    "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"
-)  # fmt: skip
+_FSDP = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+_ELSEWHERE = (*_FSDP, "optimizer_cpu_offload", "optimizer_cuda_graph")
+_flat = chain.from_iterable
 # Lists of lists, an inner one for each parameter group: the model's parameters, and what is stepped on in their place.
 _OF_SHARDS = (  # DistributedOptimizer
     "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups",
@@ -116,19 +119,15 @@ def _counted_experts(name: str, config: Any) -> str:
 
 def refuse_hidden(optimizer: Any, args: Any) -> None:
     """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step."""
-    hidden = [
-        f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
-        for flag in _ELSEWHERE
-        if getattr(args, flag, False)
-    ]
-    hidden += [
-        f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core "
-        "0.12 or newer, or drop --adagc"
-        for method in ("get_grad_norm", "step_with_ready_grads")
-        if not hasattr(optimizer, method)
-    ]
-    if hidden:
-        raise NotImplementedError(hidden[0])
+    refuse(
+        *((getattr(args, flag, False),
+           f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them")
+          for flag in _ELSEWHERE),
+        *((not hasattr(optimizer, method),
+           f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core "
+           "0.12 or newer, or drop --adagc") for method in ("get_grad_norm", "step_with_ready_grads")),
+        error=NotImplementedError,
+    )  # fmt: skip
 
 
 def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
@@ -179,10 +178,6 @@ def _shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
         yield (shard if main is None else main), parameter
     model_fp32, shard_fp32 = (_flat(getattr(optimizer, name)) for name in _OF_SHARDS[3:])
     yield from zip(shard_fp32, model_fp32, strict=True)
-
-
-def _flat(groups: list[list[Any]]) -> list[Any]:
-    return [entry for group in groups for entry in group]
 
 
 def _is_first_replica(parameter: Any) -> bool:

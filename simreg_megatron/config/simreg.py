@@ -38,17 +38,15 @@ class SimRegConfig:
         objective_options: the objective's own settings, as pairs or as text: "form=supcon_out,self_positive=never".
             With several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose outputs get the term: "final" and layer numbers from 1; the terms are added, each times lambda.
-        placement: take the final states after the last norm ("post-norm": what enters the output layer) or before it
-            ("pre-norm"). Outputs of numbered layers have not passed that norm.
+        placement: take the final states after the last norm ("post-norm") or before it ("pre-norm").
         group_reduce: "sum" or "mean" over a token's positives, and over its negatives.
         self_positive: when a token counts as its own positive.
         chunk_weight: how the chunks of a sequence are weighted.
         document_mask: tokens of different documents in a sequence are never compared.
-        start_iter: iterations of the training before the term begins; warm-up and schedule count from there.
+        start_iter: iterations before the term begins; warm-up and schedule count from there.
         warmup_iters: iterations over which lambda rises linearly from 0.
         lambda_schedule: "constant"; "linear:F" or "cosine:F" go from lambda to F times lambda over the training.
-        off_after: share of the training after which the term is off and no longer computed; None is never. A
-            lambda_schedule then ends there.
+        off_after: share of the training after which the term is off, and a lambda_schedule ends; None is never.
         every: the term is computed only in steps whose number (from 0) is a multiple of this, with the weight times
             this: not the same objective, but equal in expectation where no gradient is clipped.
         impl: which implementation computes the loss.

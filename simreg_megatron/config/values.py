@@ -86,9 +86,6 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
     return (*sorted({int(text) for text in texts if text != "final"}), *(("final",) if "final" in texts else ()))
 
 
-# Several objectives --------------------------------------------------------------------------------------------------
-
-
 def checked_together(settings: Settings, defaults: Settings) -> Pairs:
     """Return the options of all parts; an option that no part knows is refused."""
     own: list[tuple[str, str | float]] = []

@@ -29,18 +29,16 @@ from simreg_megatron.cpu import CpuBackendError
 
 def adapt(attention: type) -> None:
     """Let `DotProductAttention` be built under context parallelism, and take packed sequences."""
-    attention.__init__ = _built_unsplit(attention.__init__)  # type: ignore[misc]
-    attention.forward = _attend_across(attention.forward)  # type: ignore[attr-defined]
+    build: Any = attention.__init__  # type: ignore[misc]
 
-
-def _built_unsplit(build: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(build)
     def built(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         unsplit = copy.copy(config)
         unsplit.context_parallel_size = 1  # upstream refuses more, for want of the exchange below
         build(self, unsplit, *args, **kwargs)
 
-    return built
+    attention.__init__ = built  # type: ignore[misc]
+    attention.forward = _attend_across(attention.forward)  # type: ignore[attr-defined]
 
 
 def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -169,9 +169,7 @@ def _replace_placement(torch: Any) -> None:
     to = torch.Tensor.to
 
     def to_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return to(self, *("cpu" if _is_cuda(arg) else arg for arg in args), **kwargs)
+        return to(self, *("cpu" if _is_cuda(arg) else arg for arg in args), **_without_cuda(kwargs))
 
     torch.Tensor.to = to_cpu
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
@@ -180,13 +178,12 @@ def _replace_placement(torch: Any) -> None:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    def made_on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
+    return lambda *args, **kwargs: factory(*args, **_without_cuda(kwargs))
 
-    return made_on_cpu
+
+def _without_cuda(options: dict[str, Any]) -> dict[str, Any]:
+    options.pop("pin_memory", None)
+    return options | {"device": "cpu"} if _is_cuda(options.get("device")) else options
 
 
 def _replace_meshes() -> None:

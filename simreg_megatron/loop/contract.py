@@ -33,12 +33,9 @@ class ContractError(RuntimeError):
 class Found(NamedTuple):
     """Result of the check on this rank."""
 
-    change: float
-    """|h - g| / |g|, over all parameters of this rank."""
-    changed: int
-    """Parameters whose gradient differs."""
-    parameters: int
-    """Parameters with a gradient."""
+    change: float  # |h - g| / |g|, over all parameters of this rank
+    changed: int  # parameters whose gradient differs
+    parameters: int  # parameters with a gradient
 
     def __str__(self) -> str:
         return (

@@ -58,12 +58,7 @@ class SimRegLoss(ChunkedLossWrapper):
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return torchtitan's loss of hidden states [B, T, D] and labels [B, T], with SimReg in its gradient; metrics.
-
-        Raises:
-            NotImplementedError: tensor or context parallelism, or another backend than spmd_types.
-            ValueError: chunks do not divide the rows, or the document mask has no positions.
-        """
+        """Return torchtitan's loss of hidden states [B, T, D], with SimReg in its gradient, and metrics."""
         loss, metrics = super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
         if not pred.requires_grad or self.config.simreg_lambda == 0:  # validation measures cross-entropy alone
             return loss, metrics

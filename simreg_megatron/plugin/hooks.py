@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from simreg_megatron.cpu.installed import without_make
 from simreg_megatron.notices import refuse
 from simreg_megatron.plugin import compat, installation, log, loop, model
 from simreg_megatron.plugin.installation import Installation, Wrapper
-from simreg_megatron.plugin.refusals import WAY_OUT
 
 _AROUND_LOOP: tuple[tuple[compat.Seam, Wrapper], ...] = (
     (compat.HELPERS_SEAM, lambda compile_helpers: without_make(compile_helpers)()),
@@ -86,7 +84,8 @@ def _install(config: SimRegConfig | None) -> None:
     new = Installation(config, model.catch_inner_states)
     new.model_classes = model_classes
     installation.keep(new)
-    new.wrap_all(wrappers)
+    for seam, wrapper in wrappers:
+        new.wrap(seam.holder(), seam.name, wrapper)
     if config is not None and new.regularizer().config.active:
         model.watch_built(model_classes)
 
@@ -100,22 +99,3 @@ def uninstall() -> None:
             before.clipping.detach()
         installation.keep(None)
         notices.forget()
-
-
-def wrap_model(model_class: type) -> None:
-    """See `simreg_megatron.loop.wrap_model`."""
-    here, name = installation.current(), compat.MODEL_SEAM.name
-    function = vars(model_class).get(name)
-    absent = {"hidden_states", "labels"} - set(inspect.signature(function).parameters if function else ())
-    refuse(
-        (function is None,
-         f"{model_class.__name__} has no {name} of its own, so install() alone reaches it: do not wrap it"),
-        (absent,
-         f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
-         f"let it call Megatron's, {WAY_OUT}"),
-    )  # fmt: skip
-    here.wrap(model_class, name, model.regularize)
-    if not issubclass(model_class, here.model_classes):
-        here.model_classes += (model_class,)
-        if "__init__" in vars(model_class):
-            here.wrap(model_class, "__init__", model.prepare)

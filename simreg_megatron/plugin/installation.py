@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from simreg_megatron.adagc.clipping import Clipping
@@ -15,7 +15,6 @@ from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.term import Regularizer
 
 Wrapper = Callable[..., Any]  # given the original function and the arguments of a call, it calls the original
-Wrappers = Iterable[tuple[compat.Seam, Wrapper]]
 
 
 class Installation:
@@ -47,17 +46,13 @@ class Installation:
             config = self.given_config or config_from_args(compat.arguments())
             self._regularizer = Regularizer(config)
             if config.active and config.looks_inside:
-                self.wrap_all([(compat.DECODER_SEAM, self._decoder_wrapper)])
+                self.wrap(compat.DECODER_SEAM.holder(), compat.DECODER_SEAM.name, self._decoder_wrapper)
         return self._regularizer
 
     def begin_run(self) -> Regularizer:
         """Make a new regularizer: a run that Megatron restarts inside the process has new groups and counts from 0."""
         self._regularizer = None
         return self.regularizer()
-
-    def wrap_all(self, wrappers: Wrappers) -> None:
-        for seam, wrapper in wrappers:
-            self.wrap(seam.holder(), seam.name, wrapper)
 
     def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
         """Wrap a function once. A wrapper that is still held after `uninstall()` calls the original."""

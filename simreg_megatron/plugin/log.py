@@ -75,13 +75,15 @@ def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]
     return means | regularizer.lambdas() if means else {}
 
 
-def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
-    """Write the means to TensorBoard and Weights & Biases."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+def write_scalars(means: dict[str, Tensor], iteration: int, writers: tuple[Any, Any] | None = None) -> None:
+    """Write the means to TensorBoard and Weights & Biases: `writers`, None on ranks without them, or Megatron's."""
+    if writers is None:
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()  # None on the ranks without them
+        writers = get_tensorboard_writer(), get_wandb_writer()
+    tensorboard, wandb = writers
     for name, value in means.items():
-        if tensorboard:
+        if tensorboard is not None:
             tensorboard.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log({name: value}, iteration)
+        if wandb is not None:
+            wandb.log({name: float(value)}, iteration)

@@ -199,7 +199,7 @@ class Writer:
         self.written.append((name, value.item(), iteration))
 
     def log(self, values: dict, iteration: int) -> None:
-        self.written += [(name, value.item(), iteration) for name, value in values.items()]
+        self.written += [(name, value, iteration) for name, value in values.items()]
 
 
 @pytest.mark.parametrize("there", [("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ()])
