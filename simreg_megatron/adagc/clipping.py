@@ -218,7 +218,7 @@ def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int],
 
 
 def _apart(named: list[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
-    """Bool [N]: parameters of detached prediction heads, which have a norm of their own; None without any. Collective."""
+    """Bool [N]: parameters of detached prediction heads, which have a norm of their own, or None. A collective."""
     found = torch.zeros(len(slots), dtype=torch.int64)
     for entry in named:
         found[slots[entry.name]] = getattr(entry.parameter, "grad_norm_group", None) is not None

@@ -22,17 +22,9 @@ from simreg_megatron.cpu import CpuBackendError, stand_ins
 from simreg_megatron.cpu.adaptations import adapt_megatron
 
 MEGATRON_FLAGS = (
-    "--transformer-impl", "local",
-    "--distributed-backend", "gloo",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--attention-backend", "unfused",
-    "--num-workers", "0",
+    "--transformer-impl", "local", "--distributed-backend", "gloo", "--attention-backend", "unfused",
+    "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion",
+    "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--num-workers", "0",
 )  # fmt: skip
 """Megatron's flags that go with the CPU: no fused kernels, gloo between processes, no loader processes."""
 

@@ -10,7 +10,6 @@ from simreg_megatron import notices
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
 from simreg_megatron.cpu.installed import without_make
-from simreg_megatron.notices import refuse
 from simreg_megatron.plugin import compat, installation, log, loop, model
 from simreg_megatron.plugin.installation import Installation, Wrapper
 
@@ -31,7 +30,7 @@ _WITH_FLAGS: tuple[tuple[compat.Seam, Wrapper], ...] = (
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     """Wrap Megatron's functions; see `simreg_megatron.install`."""
     before = installation.installed()
-    refuse(
+    notices.refuse(
         (before is not None and before.given_config != config,
          "SimReg is installed with other settings already: call uninstall() first"),
         (models is not None and config is None,

@@ -205,9 +205,7 @@ def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
     """Drop the states of multi-token-prediction depths, which some stages append after the main ones."""
     rows, main = hidden_states.shape[0], shard.num_rows
     if rows % main:
-        raise RuntimeError(
-            f"SimReg expected {main} hidden states a rank (or a multiple, with MTP), Megatron gave {rows}"
-        )
+        raise RuntimeError(f"SimReg expected {main} states a rank (or a multiple, with MTP), Megatron gave {rows}")
     return hidden_states if rows == main else hidden_states[:main]
 
 

@@ -129,7 +129,7 @@ def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
     for rows in (4, 8, 12):
         assert torch.equal(main_hidden_states(states[:rows], shard), states[:4])
     for rows in (3, 5, 7):
-        sentence = rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
+        sentence = rf"expected 4 states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
         with pytest.raises(RuntimeError, match=sentence):
             main_hidden_states(states[:rows], shard)
 
