@@ -152,14 +152,11 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
 
 def refuse_cut(packing: Any, sample_length: int | None, *, is_hybrid: bool = False, rows_split: bool = False) -> None:
     """Refuse a packed row that is cut neither zigzag inside each document nor into one part for each rank."""
-    followed: dict[str, tuple[Any, ...]] = {
-        "qkv_format": (None, "thd"),
-        "cp_partition_mode": (None, "zigzag", "contiguous"),
-    }
+    followed = {"qkv_format": ("thd",), "cp_partition_mode": ("zigzag", "contiguous")}
     refuse(
         (is_hybrid and rows_split, HYBRID),
-        *((getattr(packing, name, None) not in values,
-           f"SimReg follows packed rows with {name} {' or '.join(values[1:])} over context ranks, and here it is "
+        *((getattr(packing, name, None) not in (None, *values),
+           f"SimReg follows packed rows with {name} {' or '.join(values)} over context ranks, and here it is "
            f"{getattr(packing, name, None)}: choose that, drop context parallelism, or set --simreg-lambda 0")
           for name, values in followed.items()),
         (not is_hybrid and packs_pretraining(sample_length), CUT_AS_ONE),
