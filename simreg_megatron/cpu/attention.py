@@ -43,11 +43,11 @@ def adapt(attention: type) -> None:
 
 def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(attend)
-    def attended(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
+    def attended(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Tensor:
         packed_seq_params = options.pop("packed_seq_params", None)
         group = _context_group(self, packed_seq_params)
         if packed_seq_params is None and group is None:
-            return attend(self, query, key, value, mask, **options)
+            return attend(self, query, key, value, attention_mask, **options)
         if self.scale_mask_softmax.window_size is not None:
             raise CpuBackendError(
                 "on the CPU, sliding-window attention works on whole, unpacked sequences only: "
@@ -64,10 +64,10 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
             key, value = (in_natural_order(part, positions, group) for part in (key, value))
             own = positions[group.rank()]
         if borders is not None:
-            mask = packed_mask(borders, len(key))[:, :, own]
-        elif mask is None and self.attn_mask_type == AttnMaskType.causal:
-            mask = causal_mask(own, len(key))
-        return attend(self, query, key, value, mask, **options)
+            attention_mask = packed_mask(borders, len(key))[:, :, own]
+        elif attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
+            attention_mask = causal_mask(own, len(key))
+        return attend(self, query, key, value, attention_mask, **options)
 
     return attended
 
