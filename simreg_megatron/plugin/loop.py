@@ -164,7 +164,7 @@ def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return result
 
 
-def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any], checkpoint_args: Any, *args: Any) -> Any:
+def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Call Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
     records = (("SimReg", flags.OF_SIMREG, flags.config_from_args), ("AdaGC", flags.OF_ADAGC, flags.adagc_from_args))
     for name, its_flags, read in records:
@@ -173,7 +173,7 @@ def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any], checkpoin
                 log_once(f"SimReg: {difference}")
         except Exception as error:  # a damaged record may be anything
             warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")
-    return check_checkpoint_args(checkpoint_args, *args)
+    return check(checkpoint_args, *args, **kwargs)
 
 
 def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,10 +183,10 @@ def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwa
     return {**state, STATE_KEY: own} if own else state
 
 
-def load_adagc(load_state_dict: Callable[..., Any], scheduler: Any, state: dict[str, Any], *args: Any) -> Any:
+def load_adagc(load: Callable[..., Any], scheduler: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call the scheduler's `load_state_dict`, and give AdaGC its own."""
     if clipping := installation.current().clipping:
-        clipping.load_state_dict(state.get(STATE_KEY))
-    elif STATE_KEY in state:
+        clipping.load_state_dict(state_dict.get(STATE_KEY))
+    elif STATE_KEY in state_dict:
         log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
-    return load_state_dict(scheduler, state, *args)
+    return load(scheduler, state_dict, *args, **kwargs)
