@@ -46,8 +46,7 @@ def _is_own(flag: Flag) -> bool:
 
 def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     """Build SimReg's configuration from the plugin's own flags; a LaunchError names the flag that was meant."""
-    from simreg_megatron.config.flags import config_from_args
-    from simreg_megatron.plugin.arguments import add_simreg_arguments
+    from simreg_megatron.config.flags import add_simreg_arguments, config_from_args
 
     parser = _Refusing(allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)  # two settings of Megatron's that ours are checked with

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from simreg_megatron.cpu import CpuBackendError
+from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.cpu.installed import without_make
+from simreg_megatron.plugin.compat import MegatronSeamError, has_training_loop, megatron_version
+
 USAGE = "usage: torchrun ... -m simreg_megatron [--plain] SCRIPT.py [MEGATRON FLAGS] [--simreg-lambda 10 ...]"
-
-
 PLAIN = "--plain"  # before the script: leave the plugin out, to compare with Megatron alone
 
 
@@ -22,10 +25,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
     Megatron is that of the script's folder, if it has one, as under `python SCRIPT`. The CPU backend comes first if
     `--simreg-cpu` or SIMREG_CPU asks for it: it must precede Megatron's import.
     """
-    from simreg_megatron.cpu import backend as cpu_backend
-    from simreg_megatron.cpu.installed import without_make
-    from simreg_megatron.plugin import hooks
-    from simreg_megatron.plugin.compat import MegatronSeamError, has_training_loop
+    from simreg_megatron.plugin import hooks  # which imports torch
 
     script = argv[0]
     folder = os.path.dirname(os.path.realpath(script))
@@ -52,7 +52,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
             if warm_up := getattr(initialize, "_warmup_jit_function", None):
                 initialize._warmup_jit_function = _without_odd_warm_up(warm_up)
         _check_place_of_megatron(folder)
-    except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
+    except (CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     sys.argv = argv
@@ -67,8 +67,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
 def _without_odd_warm_up(warm_up: Callable[..., None]) -> Callable[..., None]:
     """Wrap Megatron's `_warmup_jit_function`: skip it if SwiGLU's FFN has an odd width, as the paper's 2371 and 5461.
 
-    It compiles SwiGLU with a tensor of that width, which SwiGLU must halve; a step gives it one of twice the width. So
-    without it every step works, and the first one compiles.
+    It compiles SwiGLU with a tensor of that width, which SwiGLU must halve. Without it the first step compiles.
     """
 
     @functools.wraps(warm_up)
@@ -83,14 +82,8 @@ def _without_odd_warm_up(warm_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_place_of_megatron(folder: str) -> None:
-    """Print which Megatron was imported.
-
-    Raises:
-        MegatronSeamError: the script's folder has a Megatron, and another one was imported before it could be.
-    """
+    """Print which Megatron was imported; MegatronSeamError if it is not that of the script's folder, which has one."""
     import megatron.core
-
-    from simreg_megatron.plugin.compat import MegatronSeamError, megatron_version
 
     place = os.path.abspath(os.path.join(megatron.core.__path__[0], os.pardir, os.pardir))
     if os.path.isdir(os.path.join(folder, "megatron", "core")) and not os.path.samefile(place, folder):

@@ -38,6 +38,13 @@ def warn(message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
+def refuse(*rows: tuple[object, str], error: type[Exception] = ValueError) -> None:
+    """Raise the error with the sentence of the first row whose condition is true."""
+    for condition, sentence in rows:
+        if condition:
+            raise error(sentence)
+
+
 _LONGEST, _TAIL = 1000, 300
 
 

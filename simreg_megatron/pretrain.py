@@ -8,11 +8,12 @@ adds that, as it would to a script of your own.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from megatron.core import mpu
+from megatron.core import mpu, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -21,18 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
-from megatron.training.argument_utils import (
-    gpt_config_from_args,
-    hybrid_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training import argument_utils, get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
@@ -50,38 +40,27 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
     args = get_args()
     print_rank_0("> building train, validation and test datasets ...")
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        fast_cache_load=args.dataloader_fast_cache_load,
-        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        inter_document_masking=args.dataloader_inter_document_masking,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
-    )
+    named = {field.name: getattr(args, field.name) for field in fields(GPTDatasetConfig) if hasattr(args, field.name)}
+    settings = named | {  # these have other names among Megatron's flags
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "path_to_cache": args.data_cache_path,
+        "tokenizer": build_tokenizer(args),
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+        "inter_document_masking": args.dataloader_inter_document_masking,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+    }
     dataset_class = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
-
-    def reads_data() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
-
-    return BlendedMegatronDatasetBuilder(dataset_class, num_samples, reads_data, config).build()
+    return BlendedMegatronDatasetBuilder(
+        dataset_class,
+        num_samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage),
+        GPTDatasetConfig(**settings),
+    ).build()
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron calls it on every rank
@@ -90,18 +69,13 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 def _predicts_further(vp_stage: int | None) -> bool:
     """Return whether multi-token-prediction layers sit on this stage."""
     config = core_transformer_config_from_args(get_args())
-    return mtp_on_this_rank(
-        layout=config.pipeline_model_parallel_layout,
-        mtp_num_layers=config.mtp_num_layers,
-        ignore_virtual=False,
-        vp_stage=vp_stage,
-    )
+    layout, depths = config.pipeline_model_parallel_layout, config.mtp_num_layers
+    return mtp_on_this_rank(layout, depths, ignore_virtual=False, vp_stage=vp_stage)
 
 
 def _needs_batch(vp_stage: int | None) -> bool:
     """Return whether this stage reads batches; all do if documents are packed, as attention must know the borders."""
-    sees_tokens = is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
-    return sees_tokens or _packs(get_args())
+    return is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage) or _packs(get_args())
 
 
 def _packs(args: Any) -> bool:
@@ -118,7 +92,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         read = next(data_iterator)
         batch = dict.fromkeys((*_BATCH, *_PACKING))
         batch |= {name: read[name].cuda(non_blocking=True) for name in batch if read.get(name) is not None}
-    batch = get_batch_on_this_tp_rank(
+    batch = utils.get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
@@ -134,9 +108,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return get_batch_on_this_cp_rank(
-        flatten_batch_for_packed_sequences(batch), is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-    )
+    batch = utils.flatten_batch_for_packed_sequences(batch)
+    return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
 def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
@@ -145,27 +118,18 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
         return None
     borders, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
     update_seqlen_stats_from_cu_seqlens(borders)  # for the FLOP/s of Megatron's log
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        tokens_per_sample=get_args().seq_length,
-    )
+    lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest, "tokens_per_sample": get_args().seq_length}
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, **lengths)
 
 
 def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of the unmasked losses, their number, and both for the log: Megatron divides, in its own modes."""
+    """Return the sum of the unmasked losses, their number, and both for the log: Megatron divides, in its own modes.
+
+    Megatron's own checks of a micro-batch's loss are made here, before data-parallel ranks are averaged.
+    """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(per_token_loss.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
-    _validate(loss)
-    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
-
-
-def _validate(loss: Tensor) -> None:
-    """Make Megatron's own checks of a micro-batch's loss, before data-parallel ranks are averaged."""
     args, machine = get_args(), get_rerun_state_machine()
     check = partial(machine.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
@@ -174,23 +138,18 @@ def _validate(loss: Tensor) -> None:
     if args.check_for_spiky_loss:
         is_spike = partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
         check(rejection_func=is_spike, message="Spiky loss", fatal=False)
+    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
     """Run a micro-batch through the model; return its output and the function that makes a loss of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch = get_batch(data_iterator, utils.get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=packed_sequences(batch),
-    )
+    named = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], "packed_seq_params": packed_sequences(batch)}
+    output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], **named)
     return output, partial(loss_function, batch["loss_mask"])
 
 
@@ -203,42 +162,31 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def check_document_masks(args: Any) -> None:
-    """Refuse settings with which Megatron 0.19 itself would lose the borders of documents, most of them silently.
-
-    Raises:
-        ValueError: a mask reaches neither Transformer Engine nor all pipeline stages, packed rows arrive at the next
-            stage in another shape, or context parallelism cuts packed rows where attention does not expect it.
-    """
-    if args.reset_attention_mask and args.transformer_impl != "local":
-        raise ValueError(
-            "--reset-attention-mask has no effect with Transformer Engine, whose causal attention reads no mask: "
-            "use --dataloader-inter-document-masking instead"
-        )
-    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    if args.reset_attention_mask and (stages > 2 or virtual):
-        raise ValueError(
-            "--reset-attention-mask reaches the first and the last pipeline stage only, so layers in between would "
-            "attend across documents: use --dataloader-inter-document-masking with --micro-batch-size 1 instead"
-        )
-    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
-        raise ValueError(
-            "--dataloader-inter-document-masking cannot be split by context parallelism: rows are cut as a whole, "
-            "while rotary embeddings and attention expect each document to be cut separately; "
-            "leave --context-parallel-size out"
-        )
-    if _packs(args) and stages > 1 and args.micro_batch_size > 1:
-        raise ValueError(
-            f"{'--sft' if args.sft else '--dataloader-inter-document-masking'} packs a micro-batch into one row, and "
-            f"pipeline stages exchange {args.micro_batch_size} rows: set --micro-batch-size 1"
-        )
+    """Refuse settings with which Megatron 0.19 itself would lose the borders of documents, most of them silently."""
+    stages, packing = args.pipeline_model_parallel_size, args.dataloader_inter_document_masking
+    for condition, sentence in (
+        (args.reset_attention_mask and args.transformer_impl != "local",
+         "--reset-attention-mask has no effect with Transformer Engine, whose causal attention reads no mask: "
+         "use --dataloader-inter-document-masking instead"),
+        (args.reset_attention_mask and (stages > 2 or args.virtual_pipeline_model_parallel_size),
+         "--reset-attention-mask reaches the first and the last pipeline stage only, so layers in between would "
+         "attend across documents: use --dataloader-inter-document-masking with --micro-batch-size 1 instead"),
+        (packing and args.context_parallel_size > 1,
+         "--dataloader-inter-document-masking cannot be split by context parallelism: rows are cut whole, while "
+         "rotary embeddings and attention expect each document to be cut alone; leave --context-parallel-size out"),
+        (_packs(args) and stages > 1 and args.micro_batch_size > 1,
+         f"{'--sft' if args.sft else '--dataloader-inter-document-masking'} packs a micro-batch into one row, and "
+         f"pipeline stages exchange {args.micro_batch_size} rows: set --micro-batch-size 1"),
+    ):  # fmt: skip
+        if condition:
+            raise ValueError(sentence)
 
 
 def make_plain_adam_loadable() -> None:
     """Let torch's own Adam go on from a checkpoint under the distributed optimizer.
 
-    Without Apex and Transformer Engine, Megatron 0.19 asks it at each load for steps that it has yet to take: such a
-    run would never go on. Past that, it would go on with other bits: the count of steps is set from the checkpoint,
-    then overwritten by 0 with the other tensors, and is one tensor of all parameters, which each of them raises.
+    Without Apex and Transformer Engine, Megatron 0.19 asks it at each load for steps that are yet to come, and fails.
+    Past that, the count of steps would be overwritten by 0, and be one tensor of all parameters, which each raises.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     if getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True) or hasattr(optimizer.state_dict, "__wrapped__"):
@@ -275,16 +223,11 @@ def main() -> None:
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)  # as it is without --inprocess-restart
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
     check_document_masks(args)
-    model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
-    config = pretrain_cfg_container_from_args(args, model_config(args))
-    run(
-        config,
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        store=store,
-        get_embedding_ranks=embedding_ranks,
-    )
+    is_hybrid = args.hybrid_layer_pattern is not None
+    model_config = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
+    config = argument_utils.pretrain_cfg_container_from_args(args, model_config(args))
+    model_type = ModelType.encoder_or_decoder
+    run(config, datasets_provider, model_type, forward_step, store=store, get_embedding_ranks=embedding_ranks)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def counted(package: Path = PACKAGE) -> dict[str, int]:
 
 
 def _flags() -> int:
-    from simreg_megatron.plugin.arguments import add_simreg_arguments
+    from simreg_megatron.config.flags import add_simreg_arguments
 
     parser = add_simreg_arguments(argparse.ArgumentParser(add_help=False))
     return len(parser._actions)

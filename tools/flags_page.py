@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from simreg_megatron.plugin.arguments import add_simreg_arguments
+from simreg_megatron.config.flags import add_simreg_arguments
 
 _VALUES = {None: "", int: " N", float: " NUMBER", str: " VALUE"}
 _MORE = """Of single objectives, and lambda's schedule: [objectives.md](objectives.md). Scope and layouts:

@@ -44,7 +44,7 @@ class Table:
 
 
 _PLUGIN = (
-    "simreg_megatron/__init__.py", "simreg_megatron/adagc/adagc.py", "simreg_megatron/notices.py",
+    "simreg_megatron/__init__.py", "simreg_megatron/adagc/__init__.py", "simreg_megatron/notices.py",
     *(f"simreg_megatron/{room}/**/*.py" for room in
       ("config", "objectives", "kernels", "losses", "parallel", "measures", "cpu", "plugin")),
 )  # fmt: skip

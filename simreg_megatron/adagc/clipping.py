@@ -10,18 +10,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.adagc.adagc import AdaGC, Clipped
+from simreg_megatron.adagc import AdaGC, Clipped
 from simreg_megatron.adagc.gradients import Named, gradient_of, members, named_parameters, refuse_hidden, stepped_on
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.notices import log_once
 
 _OF_LAYER = ".layers."
+_NO_STEPS: tuple[int, Any, Any, Any] = (0, 0.0, math.inf, 0.0)
+"""Of a log interval: steps, sum of the shares of clipped parameters, smallest coefficient, sum of the norms."""
 
 
 class Held(NamedTuple):
@@ -32,26 +35,14 @@ class Held(NamedTuple):
     contributes: bool
 
 
-class _Places:
-    """Indices as a tensor, copied to the device only if they differ from those of the step before."""
-
-    def __init__(self) -> None:
-        self._places: list[int] = []
-        self._tensor = torch.empty(0, dtype=torch.int64)
-
-    def of(self, places: list[int]) -> Tensor:
-        if self._places != places:
-            self._places = places
-            self._tensor = torch.tensor(places, device=torch.device(torch.cuda.current_device()))
-        return self._tensor
+@functools.lru_cache(maxsize=8)
+def _indices(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return these indices on the device, where most steps have the same."""
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 class Clipping:
-    """Clips the gradients of one optimizer by AdaGC.
-
-    Args:
-        config: its settings.
-    """
+    """Clips the gradients of one optimizer by AdaGC."""
 
     def __init__(self, config: AdaGCConfig) -> None:
         self.config = config
@@ -60,26 +51,20 @@ class Clipping:
         self._held: list[Held] = []
         self._adagc: AdaGC | None = None
         self._norms: tuple[Any, ...] = ()  # Megatron's, of this step
-        self._counted, self._own = _Places(), _Places()
-        self._metrics = _Metrics()
+        self._sums = _NO_STEPS
         self._undo: list[Callable[[], None]] = []
-
-    # The optimizer
 
     def attach(self, optimizer: Any, models: list[Any], args: Any) -> None:
         """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective.
 
-        Args:
-            models: the parts of the model on this rank, without Megatron's wrappers around them.
-            args: Megatron's parsed arguments.
-
-        Raises:
-            NotImplementedError: the gradients of a parameter are nowhere to be found, or on more ranks than known.
+        `models` are the parts of the model on this rank, without Megatron's wrappers; `args` Megatron's arguments.
         """
         refuse_hidden(optimizer, args)
         all_members = list(members(optimizer))
         named = {id(entry.parameter): entry for entry in named_parameters(models)}
-        self._names = _names_of_all_ranks([entry.name for entry in named.values()])
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, [entry.name for entry in named.values()])
+        self._names = sorted({name for names in gathered for name in names})
         slots = {name: slot for slot, name in enumerate(self._names)}
         for member in all_members:
             for tensor, parameter, counts in stepped_on(*member):
@@ -89,11 +74,7 @@ class Clipping:
         refuse_miscounted(self._names, self._held, {slots[entry.name]: entry.whole for entry in named.values()}, device)
         self._adagc = AdaGC(
             len(self._names),
-            lambda_rel=self.config.lambda_rel,
-            lambda_abs=self.config.lambda_abs,
-            beta=self.config.beta,
-            warmup_iters=self.config.warmup_iters,
-            variant=self.config.variant,
+            **asdict(self.config),
             apart=_apart(list(named.values()), slots, self.config.variant, device),
             device=device,
         )
@@ -127,7 +108,10 @@ class Clipping:
             if not all(math.isfinite(norm) for norm in self._norms):
                 self._attached.steps -= 1  # nothing is stepped, and no average has moved
                 return False
-            self._metrics.observe(found)
+            steps, share, smallest, norm = self._sums
+            share = share + (found.coefficients < 1).double().mean()
+            smallest = found.coefficients.min().double().clamp(max=smallest)
+            self._sums = steps + 1, share, smallest, norm + found.global_norm.double()
             return step_with_ready_grads()
 
         optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
@@ -147,19 +131,17 @@ class Clipping:
         counted = [(held.slot, grad) for held, grad in grads if held.contributes and grad.numel()]
         if counted:
             norms = torch.stack(torch._foreach_norm([grad for _, grad in counted], 2, dtype=torch.float32))
-            squares.index_add_(0, self._counted.of([slot for slot, _ in counted]), norms.double().square())
+            slots = _indices(tuple(slot for slot, _ in counted), squares.device)
+            squares.index_add_(0, slots, norms.double().square())
         dist.all_reduce(squares)
         found = self._attached.step(squares)
         if grads:
-            own = self._own.of([held.slot for held, _ in grads])  # few of the names, where ranks hold other experts
-            torch._foreach_mul_([grad for _, grad in grads], found.coefficients.float()[own].unbind())
+            slots = _indices(tuple(held.slot for held, _ in grads), squares.device)  # few, if ranks hold other experts
+            torch._foreach_mul_([grad for _, grad in grads], found.coefficients.float()[slots].unbind())
         return found
 
-    # Checkpoints
-
     def state_dict(self) -> dict[str, Any]:
-        """Return numbers by parameter name, which any layout can read; before `attach`, those of the loaded checkpoint,
-        as a run that only converts one saves before it has an optimizer."""
+        """Return numbers by parameter name, which any layout can read; before `attach`, the loaded checkpoint's."""
         if self._adagc is None:
             return self._loaded or {}
         names = ["global"] if self.config.variant == "global" else self._names
@@ -204,51 +186,18 @@ class Clipping:
         self._adagc.gammas = torch.tensor(values, dtype=torch.float32, device=self._adagc.gammas.device)
         self._adagc.steps = int(self._loaded["steps"])
 
-    # The log
-
     def means(self, *, reset: bool) -> dict[str, Tensor]:
-        """Return means over the steps since the last reset, the same on every rank."""
-        return self._metrics.means(reset=reset)
-
-
-class _Metrics:
-    """Sums over the steps of a log interval, on the device."""
-
-    def __init__(self) -> None:
-        self._sums: Tensor | None = None  # steps, share of clipped parameters, smallest coefficient, norm
-
-    def observe(self, found: Clipped) -> None:
-        share = (found.coefficients < 1).double().mean()
-        smallest = found.coefficients.min().double()
-        step = torch.stack([torch.ones_like(share), share, smallest, found.global_norm.double()])
-        if self._sums is None:
-            self._sums = step
-            return
-        smallest = torch.minimum(self._sums[2], step[2])
-        self._sums = self._sums + step
-        self._sums[2] = smallest
-
-    def means(self, *, reset: bool) -> dict[str, Tensor]:
-        if self._sums is None:
-            return {}
-        steps, share, smallest, norm = self._sums.float().unbind()
+        """Return means for the log over the steps since the last reset, the same on every rank."""
+        steps, share, smallest, norm = self._sums
         if reset:
-            self._sums = None
+            self._sums = _NO_STEPS
+        if not steps:
+            return {}
         return {
-            "adagc clipped share": share / steps,
-            "adagc smallest coefficient": smallest,
-            "adagc norm before clipping": norm / steps,
+            "adagc clipped share": share.float() / steps,
+            "adagc smallest coefficient": smallest.float(),
+            "adagc norm before clipping": norm.float() / steps,
         }
-
-
-# What all ranks must know of each other before the first step ---------------------------------------------------------
-
-
-def _names_of_all_ranks(own: list[str]) -> list[str]:
-    """Gather and sort the names of all ranks. A collective."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    return sorted({name for names in gathered for name in names})
 
 
 def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int], device: torch.device) -> None:
@@ -269,8 +218,7 @@ def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int],
 
 
 def _apart(named: list[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
-    """Bool [N]: parameters of detached prediction heads, which Megatron (from 0.19 on) clips by a norm of their own;
-    None where there are none. A collective."""
+    """Bool [N]: parameters of detached prediction heads, which have a norm of their own, or None. A collective."""
     found = torch.zeros(len(slots), dtype=torch.int64)
     for entry in named:
         found[slots[entry.name]] = getattr(entry.parameter, "grad_norm_group", None) is not None

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from simreg_megatron.notices import refuse
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
 _SEQUENTIAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -19,9 +22,9 @@ _GROUPED_EXPERT = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.(?:weight|bias))(
 _ALL_EXPERTS = re.compile(r"\.experts\.(?:weight[12]|linear_fc[12]\.(?:weight|bias))$")
 _CUT_UNMARKED = re.compile(r"\.softmax_offset$|\.experts\.linear_fc1\.bias\d+$")  # the latter up to 0.18
 _EMBEDDING = "embedding.word_embeddings.weight"
-_ELSEWHERE = (
-    "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"
-)  # fmt: skip
+_FSDP = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+_ELSEWHERE = (*_FSDP, "optimizer_cpu_offload", "optimizer_cuda_graph")
+_flat = chain.from_iterable
 # Lists of lists, an inner one for each parameter group: the model's parameters, and what is stepped on in their place.
 _OF_SHARDS = (  # DistributedOptimizer
     "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups",
@@ -56,15 +59,7 @@ class Member(NamedTuple):
 
 
 def named_parameters(models: list[Any]) -> Iterator[Named]:
-    """List the trained parameters of this rank's pipeline stages.
-
-    Args:
-        models: without Megatron's wrappers around them.
-
-    Raises:
-        NotImplementedError: one tensor holds several experts, so that none of them has a norm of its own; or weights
-            are cut further than tensor parallelism cuts them.
-    """
+    """List the trained parameters of this rank's pipeline stages, given without Megatron's wrappers."""
     for model in models:
         layers = {
             name + ".": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
@@ -82,36 +77,27 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
                     name = counted + name.removeprefix(local)
                     break
             name = _counted_experts(name, model.config)
+            if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
+                raise NotImplementedError(
+                    f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
+                )
+            rank, size = _tensor_rank_and_size(parameter)
             is_cut = bool(getattr(parameter, "tensor_model_parallel", False) or _CUT_UNMARKED.search(name))
-            speaks = not is_copy and (is_cut or _is_first_rank(parameter))
-            yield Named(name, parameter, speaks, _whole(name, parameter, is_cut=is_cut))
+            contributes = not is_copy and (is_cut or rank == 0)
+            yield Named(name, parameter, contributes, int(parameter.numel()) * (size if is_cut else 1))
 
 
 def _is_expert(parameter: Any) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _is_first_rank(parameter: Any) -> bool:
-    """Return whether this rank counts what all tensor-parallel ranks hold."""
-    from megatron.core import parallel_state
+def _tensor_rank_and_size(parameter: Any) -> tuple[int, int]:
+    """Return this rank's number, and the number of ranks, over which tensor parallelism may cut this parameter."""
+    from megatron.core import parallel_state as groups
 
     if _is_expert(parameter):
-        return parallel_state.get_expert_tensor_parallel_rank() == 0
-    return parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _whole(name: str, parameter: Any, *, is_cut: bool) -> int:
-    from megatron.core import parallel_state
-
-    if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
-        raise NotImplementedError(
-            f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
-        )
-    if not is_cut:
-        return int(parameter.numel())
-    if _is_expert(parameter):
-        return int(parameter.numel() * parallel_state.get_expert_tensor_parallel_world_size())
-    return int(parameter.numel() * parallel_state.get_tensor_model_parallel_world_size())
+        return groups.get_expert_tensor_parallel_rank(), groups.get_expert_tensor_parallel_world_size()
+    return groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
 
 
 def _counted_experts(name: str, config: Any) -> str:
@@ -132,22 +118,16 @@ def _counted_experts(name: str, config: Any) -> str:
 
 
 def refuse_hidden(optimizer: Any, args: Any) -> None:
-    """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step.
-
-    Raises:
-        NotImplementedError: a flag moves the gradients elsewhere, or the optimizer lacks the methods that AdaGC wraps.
-    """
-    for flag in _ELSEWHERE:
-        if getattr(args, flag, False):
-            raise NotImplementedError(
-                f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
-            )
-    for method in ("get_grad_norm", "step_with_ready_grads"):
-        if not hasattr(optimizer, method):
-            raise NotImplementedError(
-                f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use "
-                "megatron-core 0.12 or newer, or drop --adagc"
-            )
+    """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step."""
+    refuse(
+        *((getattr(args, flag, False),
+           f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them")
+          for flag in _ELSEWHERE),
+        *((not hasattr(optimizer, method),
+           f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core "
+           "0.12 or newer, or drop --adagc") for method in ("get_grad_norm", "step_with_ready_grads")),
+        error=NotImplementedError,
+    )  # fmt: skip
 
 
 def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
@@ -162,11 +142,7 @@ def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
 
 
 def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
-    """List the tensors that a member steps on, on this rank.
-
-    Raises:
-        NotImplementedError: an optimizer of another kind.
-    """
+    """List the tensors that a member steps on, on this rank; NotImplementedError for one of another kind."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if all(hasattr(optimizer, name) for name in _OF_SHARDS):
@@ -180,13 +156,13 @@ def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
     elif type(optimizer).__name__ == "FP32Optimizer":
         for parameter in _flat([group["params"] for group in optimizer.param_groups]):
             yield Stepped(parameter, parameter, alone or _is_first_replica(parameter))
-    elif alone:
+    else:
         raise NotImplementedError(
             "--adagc and Megatron's layer-wise optimizer, which spreads whole parameters over ranks, need --bf16: add "
             "it, or drop --use-distributed-optimizer or --adagc"
+            if alone
+            else f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc"
         )
-    else:
-        raise NotImplementedError(f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc")
 
 
 def gradient_of(tensor: Any) -> Tensor | None:
@@ -202,10 +178,6 @@ def _shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
         yield (shard if main is None else main), parameter
     model_fp32, shard_fp32 = (_flat(getattr(optimizer, name)) for name in _OF_SHARDS[3:])
     yield from zip(shard_fp32, model_fp32, strict=True)
-
-
-def _flat(groups: list[list[Any]]) -> list[Any]:
-    return [entry for group in groups for entry in group]
 
 
 def _is_first_replica(parameter: Any) -> bool:

@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _print_flags(options: argparse.Namespace) -> None:
-    from simreg_megatron.plugin.arguments import add_simreg_arguments
+    from simreg_megatron.config.flags import add_simreg_arguments
 
     print(add_simreg_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)).format_help())
 

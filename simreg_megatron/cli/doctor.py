@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.config import __version__
+from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.cpu.installed import broken_transformer_engine
 from simreg_megatron.notices import SentenceError
+from simreg_megatron.plugin import compat
 
 _DESCRIPTION = """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
 Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU or the step fails."""
@@ -37,21 +39,32 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what `simreg-megatron doctor` shows; return the exit status."""
     if options.gpu:
-        return 0 if _try_triton() and (not _has_loop() or _train_one_step()) else 1
+        return 0 if _try_triton() and (not compat.has_training_loop() or _train_one_step()) else 1
     about_script = list(_look_at_script(options.script)) if options.script else []
     print(*about_script, sep="\n", end="\n" * bool(about_script))
-    _print_packages()
+    print(f"simreg-megatron {__version__}, Python {sys.version.split()[0]}")
+    for name, says in (
+        ("torch", "missing: SimReg needs it"),
+        ("megatron-core", "missing: pip install megatron-core, or put a Megatron-LM tree on PYTHONPATH"),
+        ("transformer-engine", "not installed (optional: the fused layers for GPUs)"),
+        ("triton", "not installed (optional)"),
+        ("sentencepiece", "not installed (the built-in corpus needs it)"),
+    ):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            says = importlib.metadata.version(name)
+        print(f"  {name:20}{says}")
     if importlib.util.find_spec("torch") is None:
         return 1  # the packages have said why
-    print(_device_sentence())
+    import torch
+
+    print(_device_sentence(torch))
     print(_apex_sentence())
-    broken = broken_transformer_engine()
-    if broken:
+    if broken := broken_transformer_engine():
         print(broken)
     if not _print_seams():
         print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
         return 1
-    if not _has_loop():
+    if not compat.has_training_loop():
         print(_NO_LOOP)
     elif _INSTALLS in about_script or _PARSES_NOTHING in about_script:
         print("SimReg can be installed into this Megatron.")
@@ -62,15 +75,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _look_at_script(script: Path) -> Iterator[str]:
     """Yield what the names in the script mean for SimReg; put the Megatron next to it first, as running it would."""
-    from simreg_megatron.plugin import compat
-
     try:
         with tokenize.open(script) as stream:
             names = {token.string for token in tokenize.generate_tokens(stream.readline) if token.type == tokenize.NAME}
     except (OSError, SyntaxError, ValueError, tokenize.TokenError) as error:
         raise SentenceError(f"cannot read {script} as Python: {error}") from None
     sys.path.insert(0, str(script.resolve().parent))
-    yield f"Script: {script}, with Megatron from {_place_of_megatron()}."
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec("megatron.core")  # in a tree on PYTHONPATH before an installed one
+    place = Path(found.origin).parents[2] if found and found.origin else "nowhere: it is not installed"
+    yield f"Script: {script}, with Megatron from {place}."
     if {"simreg_megatron", "install"} <= names:
         yield _INSTALLS
     else:
@@ -92,32 +107,7 @@ _NO_LOOP = (
 )
 
 
-def _place_of_megatron() -> str:
-    """Return the folder of the Megatron that an import finds: a tree on PYTHONPATH comes before an installed one."""
-    try:
-        found = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:
-        found = None
-    return str(Path(found.origin).parents[2]) if found and found.origin else "nowhere: it is not installed"
-
-
-def _print_packages() -> None:
-    print(f"simreg-megatron {__version__}, Python {sys.version.split()[0]}")
-    for name, says in (
-        ("torch", "missing: SimReg needs it"),
-        ("megatron-core", "missing: pip install megatron-core, or put a Megatron-LM tree on PYTHONPATH"),
-        ("transformer-engine", "not installed (optional: the fused layers for GPUs)"),
-        ("triton", "not installed (optional)"),
-        ("sentencepiece", "not installed (the built-in corpus needs it)"),
-    ):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            says = importlib.metadata.version(name)
-        print(f"  {name:20}{says}")
-
-
-def _device_sentence() -> str:
-    import torch
-
+def _device_sentence(torch: Any) -> str:
     if torch.cuda.is_available():
         found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
         return f"Device: {found}; `simreg-megatron doctor --gpu` tries a step there."
@@ -133,7 +123,7 @@ def _try_triton() -> bool:
     if not torch.cuda.is_available():
         print("torch sees no GPU here, so SimReg's kernels cannot be tried on one.")
         return False
-    print(_device_sentence())
+    print(_device_sentence(torch))
     device = torch.device("cuda", torch.cuda.current_device())
     for name, batch, width in (("LLaMA 350M", 16, 1024), ("LLaMA 7B", 2, 4096)):
         shape = Shape(batch, 2048, width, 1024, torch.bfloat16)
@@ -174,37 +164,25 @@ def _apex_sentence() -> str:
     return "apex: NVIDIA's."
 
 
-def _has_loop() -> bool:
-    from simreg_megatron.plugin import compat
-
-    return compat.has_training_loop()
-
-
 def _print_seams() -> bool:
     """Print what SimReg needs of this Megatron; return whether all of it is there."""
     import torch
-
-    from simreg_megatron.cpu import backend as cpu_backend
-    from simreg_megatron.plugin import compat
 
     if not torch.cuda.is_available():  # importing Megatron asks for CUDA
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
             cpu_backend.activate()
     print(f"Megatron {compat.megatron_version()}, and what the plugin wraps in it:")
-    complete = True
-    try:
-        models = compat.model_seams()
-    except compat.MegatronSeamError:
-        models = (compat.MODEL_SEAM,)
+    complete, models = True, [compat.MODEL_SEAM]
+    with contextlib.suppress(compat.MegatronSeamError):
+        models = list(compat.model_seams())
     joins = "parameters that an objective trains join the model"
     constructors = [replace(seam, name="__init__", parameters=frozenset(), purpose=joins) for seam in models]
-    of_the_loop = compat.TRAINING_SEAMS if _has_loop() else ()
+    of_the_loop = compat.TRAINING_SEAMS if compat.has_training_loop() else ()
     for seam in (*models, *constructors, *compat.mask_seams(), *of_the_loop, *compat.SCHEDULER_SEAMS):
+        found = "found"
         try:
             seam.holder()
-            found = "found"
         except compat.MegatronSeamError as error:
-            found = f"missing: {error}"
-            complete = False
+            complete, found = False, f"missing: {error}"
         print(f"  {seam.path}: {found}\n    {seam.purpose}")
     return complete

@@ -7,13 +7,14 @@ import math
 from dataclasses import dataclass
 
 from simreg_megatron.config.values import refuse_other_kinds
+from simreg_megatron.notices import refuse
 
 ADAGC_VARIANTS = ("clipped", "raw", "global")
 
 
 @dataclass(frozen=True)
 class AdaGCConfig:
-    """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`.
+    """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`. ValueError if one is impossible.
 
     Attributes:
         lambda_rel: how far above its moving average a parameter's gradient norm may rise.
@@ -21,9 +22,6 @@ class AdaGCConfig:
         beta: of the moving average.
         warmup_iters: steps that are clipped by their global norm.
         variant: "clipped", "raw" or "global".
-
-    Raises:
-        ValueError: a setting is impossible.
     """
 
     lambda_rel: float = 1.04
@@ -34,12 +32,12 @@ class AdaGCConfig:
 
     def __post_init__(self) -> None:
         refuse_other_kinds("AdaGC", self)
-        for name, number in (("lambda-rel", self.lambda_rel), ("lambda-abs", self.lambda_abs)):
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"AdaGC's {name} must be a finite number above 0, not {number}")
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"AdaGC's beta must be at least 0 and below 1, not {self.beta}")
-        if self.warmup_iters < 0:
-            raise ValueError(f"AdaGC's warm-up must be 0 or more iterations, not {self.warmup_iters}")
-        if self.variant not in ADAGC_VARIANTS:
-            raise ValueError(f"unknown AdaGC variant {self.variant!r}: choose from {', '.join(ADAGC_VARIANTS)}")
+        positive = (("lambda-rel", self.lambda_rel), ("lambda-abs", self.lambda_abs))
+        refuse(
+            *((not 0 < number < math.inf, f"AdaGC's {name} must be a finite number above 0, not {number}")
+              for name, number in positive),
+            (not 0 <= self.beta < 1, f"AdaGC's beta must be at least 0 and below 1, not {self.beta}"),
+            (self.warmup_iters < 0, f"AdaGC's warm-up must be 0 or more iterations, not {self.warmup_iters}"),
+            (self.variant not in ADAGC_VARIANTS,
+             f"unknown AdaGC variant {self.variant!r}: choose from {', '.join(ADAGC_VARIANTS)}"),
+        )  # fmt: skip

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our flags: each sets one field of a record; from a namespace of arguments to the records, and how two differ."""
+"""The `--simreg-*` and `--adagc` flags in Megatron's parser: each sets one field of a record, checked when parsed."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
 
 from simreg_megatron import objectives
 from simreg_megatron.config import simreg as choices
 from simreg_megatron.config.adagc import ADAGC_VARIANTS, AdaGCConfig
 from simreg_megatron.config.simreg import SimRegConfig
-from simreg_megatron.config.values import as_typed
+from simreg_megatron.config.values import as_typed, spoken
+from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.notices import one_line, refuse
 
 _FAMILIES = ("--simreg-", "--adagc")
 MEANT = {
@@ -20,6 +24,7 @@ MEANT = {
     "loss": "--simreg-objective",
 }  # fmt: skip
 """Names under which other programs have these flags, without dashes."""
+_BARE_PERCENT = re.compile(r"(?<!%)%(?![%(])")  # neither escaped nor the name of a value
 
 
 @dataclass(frozen=True)
@@ -36,127 +41,168 @@ class Flag:
         return self.name.lstrip("-").replace("-", "_")
 
 
+def _flags(family: str, record: type, helps: dict[str, str]) -> tuple[Flag, ...]:
+    """Make a flag for each of these fields of a record."""
+    kinds = {"int": int, "float": float, "bool": None}
+    parse = {field.name: kinds.get(str(field.type).partition(" | None")[0], str) for field in fields(record)}
+    names = {field: family + field.rstrip("_").replace("_", "-") for field in helps}
+    return tuple(Flag(names[field], field, parse[field], text) for field, text in helps.items())
+
+
 def _one_of(values: tuple[str, ...]) -> str:
     return "one of " + ", ".join(values)
 
 
-OF_SIMREG = (
-    Flag("--simreg-lambda", "lambda_", str, "weight of the term relative to the next-token loss: a number, or auto for "
-          "10*sqrt(hidden/1024); 0 is plain Megatron (default 0)"),
-    Flag("--simreg-temperature", "temperature", float, "temperature tau, which divides the similarities (default "
-          "0.01; other objectives have their own)"),
-    Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk; only tokens of one chunk are compared; "
-          "0 compares whole sequences (default 1024)"),
-    Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every "
-          "layout, or on what each rank holds (default exact)"),
-    Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES) + ": how two states are compared "
-          "(default cosine)"),
-    Flag("--simreg-objective", "objective", str, _one_of(objectives.names()) + " (measures SimReg in log steps and "
-          "does not train on it), or several with their weights: simreg:auto,sigreg:0.05 (default simreg)"),
-    Flag("--simreg-objective-options", "objective_options", str, "the objective's own options, as name=value separated "
-          "by commas: form=supcon_out,self_positive=never"),
-    Flag("--simreg-layers", "layers", str, "layers whose outputs get the term: final, or numbers from 1 such as "
-          "12,24,final (default final)"),
-    Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": take the final states after the "
-          "last norm or before it (default post-norm)"),
-    Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS) + ": over the positives, and "
-          "over the negatives, of a token (default sum)"),
-    Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES) + ": when a token is its own "
-          "positive (default always)"),
-    Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one "
-          "sequence are weighed against each other (default token)"),
-    Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet "
-         "(default: in packed rows of fine-tuning alone)"),
-    Flag("--simreg-start-iter", "start_iter", int, "iterations before the term begins; warm-up and schedule count from "
-          "there: in a job that is under way, the iteration that it goes on from (default 0)"),
-    Flag("--simreg-warmup-iters", "warmup_iters", int, "N iterations over which lambda rises, from "
-          "lambda/N in the first one (default 0)"),
-    Flag("--simreg-lambda-schedule", "lambda_schedule", str, "how lambda changes over the training: constant, or "
-          "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
-    Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
-          "off and no longer computed (default never)"),
-    Flag("--simreg-every", "every", int, "compute the term only in every N-th step, with N times the weight: not the "
-          "same objective, but equal in expectation where no gradient is clipped (default 1)"),
-    Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
-          "auto: on a GPU triton where it is right, else tiled)"),
-    Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
-          "--log-interval, which is the default"),
-)  # fmt: skip
+OF_SIMREG = _flags("--simreg-", SimRegConfig, {
+    "lambda_": "weight of the term relative to the next-token loss: a number, or auto for 10*sqrt(hidden/1024); 0 is "
+    "plain Megatron (default 0)",
+    "temperature": "temperature tau, which divides the similarities (default 0.01; other objectives have their own)",
+    "chunk_size": "tokens per chunk; only tokens of one chunk are compared; 0 compares whole sequences (default 1024)",
+    "scope": _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every layout, or on what each rank "
+    "holds (default exact)",
+    "similarity": _one_of(choices.SIMILARITIES) + ": how two states are compared (default cosine)",
+    "objective": _one_of(objectives.names()) + " (measures SimReg in log steps and does not train on it), or several "
+    "with their weights: simreg:auto,sigreg:0.05 (default simreg)",
+    "objective_options": "the objective's own options, as name=value separated by commas: form=supcon_out,"
+    "self_positive=never",
+    "layers": "layers whose outputs get the term: final, or numbers from 1 such as 12,24,final (default final)",
+    "placement": _one_of(choices.PLACEMENTS) + ": take the final states after the last norm or before it (default "
+    "post-norm)",
+    "group_reduce": _one_of(choices.GROUP_REDUCTIONS) + ": over the positives, and over the negatives, of a token "
+    "(default sum)",
+    "self_positive": _one_of(choices.SELF_POSITIVES) + ": when a token is its own positive (default always)",
+    "chunk_weight": _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one sequence are weighed against each other "
+    "(default token)",
+    "document_mask": "tokens of different documents never meet (default: in packed rows of fine-tuning alone)",
+    "start_iter": "iterations before the term begins; warm-up and schedule count from there: in a job that is under "
+    "way, the iteration that it goes on from (default 0)",
+    "warmup_iters": "N iterations over which lambda rises, from lambda/N in the first one (default 0)",
+    "lambda_schedule": "how lambda changes over the training: constant, or linear:F or cosine:F down (or up) to F "
+    "times lambda (default constant)",
+    "off_after": "share of the training, between 0 and 1, after which the term is off and no longer computed (default "
+    "never)",
+    "every": "compute the term only in every N-th step, with N times the weight: not the same objective, but equal in "
+    "expectation where no gradient is clipped (default 1)",
+    "impl": _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default auto: on a GPU triton where it "
+    "is right, else tiled)",
+    "log_interval": "iterations between SimReg's values in the log, a multiple of --log-interval, which is the default",
+})  # fmt: skip
+OF_ADAGC = _flags("--adagc-", AdaGCConfig, {
+    "lambda_rel": "how far a parameter's gradient norm may rise above its moving average (default 1.04)",
+    "lambda_abs": "largest global norm during the warm-up (default: --clip-grad's)",
+    "beta": "decay of the moving averages (default 0.99)",
+    "warmup_iters": "steps that are clipped by their global norm (default 100)",
+    "variant": _one_of(ADAGC_VARIANTS) + ": what the averages follow (default clipped)",
+})  # fmt: skip
 
 
-OF_ADAGC = (
-    Flag("--adagc-lambda-rel", "lambda_rel", float, "how far a parameter's gradient norm may rise above its moving "
-          "average (default 1.04)"),
-    Flag("--adagc-lambda-abs", "lambda_abs", float, "largest global norm during the warm-up (default: --clip-grad's)"),
-    Flag("--adagc-beta", "beta", float, "decay of the moving averages (default 0.99)"),
-    Flag("--adagc-warmup-iters", "warmup_iters", int, "steps that are clipped by their global norm (default 100)"),
-    Flag("--adagc-variant", "variant", str, _one_of(ADAGC_VARIANTS) + ": what the averages follow (default "
-          "clipped)"),
-)  # fmt: skip
+def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser; a bad value ends the program with one sentence and status 2."""
+    if OF_SIMREG[0].name in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(title="simreg", description="embedding similarity regularization (SimReg)")
+    clipping = parser.add_argument_group(title="adagc", description="adaptive clipping by parameter (AdaGC)")
+    text = "clip with AdaGC instead of --clip-grad; works without SimReg too (default off)"
+    clipping.add_argument("--adagc", action="store_true", default=None, help=text)
+    for owner, flags in ((group, OF_SIMREG), (clipping, OF_ADAGC)):
+        for flag in flags:
+            how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
+            owner.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
+    text = "train on the CPU, for trying and testing; =force where a GPU is (default off)"
+    group.add_argument("--simreg-cpu", nargs="?", const="on", default=None, help=text)
+    if cpu_backend.is_active():
+        cpu_backend.choose_flags(parser)
+    parse_known_args, argparse_error, format_help = parser.parse_known_args, parser.error, parser.format_help
+
+    def error_of_a_flag(message: str) -> NoReturn:
+        if not message.startswith(("argument --simreg-", "argument --adagc")):
+            argparse_error(message)
+        parser.exit(2, f"error: {one_line(message)}\n")  # without Megatron's usage, of some hundred lines
+
+    def checked(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        namespace, unknown = parse_known_args(*args, **kwargs)
+        try:
+            refuse_unknown(unknown, parser._option_string_actions)
+            _check_namespace(namespace)
+        except ValueError as error:
+            parser.exit(2, f"error: {one_line(error)}\n")
+        return namespace, unknown
+
+    def printable_help() -> str:  # Megatron 0.19 has a bare percent sign in a help text, which argparse cannot print
+        for action in parser._actions:
+            if action.help:
+                action.help = _BARE_PERCENT.sub("%%", action.help)
+        return format_help()
+
+    parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
+    parser.error = error_of_a_flag  # type: ignore[method-assign]
+    parser.format_help = printable_help  # type: ignore[method-assign]
+    return parser
+
+
+def _check_namespace(namespace: argparse.Namespace) -> None:
+    given = [*_given(OF_SIMREG, namespace), *(["--adagc"] if namespace.adagc else []), *_given(OF_ADAGC, namespace)]
+    refuse(
+        (given and getattr(namespace, "yaml_cfg", None) is not None,
+         f"with --yaml-cfg Megatron drops {', '.join(given)} from the command line: write them into the YAML file as "
+         "top-level keys instead (simreg_lambda: 10)"),
+        (namespace.simreg_cpu is not None and not cpu_backend.is_active(),
+         "--simreg-cpu came too late, Megatron is imported already: start the script with "
+         "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"),
+    )  # fmt: skip
+    cpu_backend.refuse(namespace)
+    adagc_from_args(namespace)
+    config_from_args(namespace)
+
+
+def _given(flags: tuple[Flag, ...], args: Any) -> list[str]:
+    return [flag.name for flag in flags if getattr(args, flag.dest, None) is not None]
 
 
 def config_from_args(args: Any) -> SimRegConfig:
-    """Read the settings from Megatron's namespace; what is absent or None keeps its default."""
+    """Read the settings from Megatron's namespace; ValueError if they are impossible, or have no effect."""
     given = {flag.field: getattr(args, flag.dest, None) for flag in OF_SIMREG}
-    return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
-
-
-def refuse_idle_adagc(args: Any) -> None:
-    """Raise ValueError for settings of AdaGC where it is off."""
-    idle = [flag.name for flag in OF_ADAGC if getattr(args, flag.dest, None) is not None]
-    if idle and not getattr(args, "adagc", None):
-        raise ValueError(f"{', '.join(idle)} has no effect without --adagc: add it, or drop them")
-    of_warmup = getattr(args, "adagc_lambda_abs", None) is not None or getattr(args, "adagc_variant", None) == "raw"
-    if of_warmup and getattr(args, "adagc_warmup_iters", None) == 0:
-        raise ValueError(
-            "--adagc-lambda-abs and --adagc-variant raw have no effect with --adagc-warmup-iters 0: drop them"
-        )
+    config = SimRegConfig(**{field: value for field, value in given.items() if value is not None})
+    refuse_idle_settings(config)
+    return config
 
 
 def refuse_idle_settings(config: SimRegConfig) -> None:
     """Raise ValueError for settings with a lambda of 0, which would be silently ignored."""
-    plain, names = SimRegConfig(), ("objective", *(flag.field for flag in OF_SIMREG))
-    idle = [name for name in names if getattr(config, name) != getattr(plain, name)]
-    if idle and not config.active:
-        raise ValueError(
-            f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(config, idle[0]))} has no effect while lambda is 0: "
-            "give a lambda, or objective none to measure without training on it"
-        )
+    plain = SimRegConfig()
+    for name in ("objective", *(flag.field for flag in OF_SIMREG)):
+        if (value := getattr(config, name)) != getattr(plain, name) and not config.active:
+            raise ValueError(
+                f"{spoken(name, value)} has no effect while lambda is 0: give a lambda, or objective none to "
+                "measure without training on it"
+            )
 
 
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
-    """Return the settings of AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all."""
-    if not getattr(args, "adagc", None):
-        return None
+    """Return the same for AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all."""
+    names, is_on = _given(OF_ADAGC, args), getattr(args, "adagc", None)
     given = {flag.field: getattr(args, flag.dest, None) for flag in OF_ADAGC}
+    refuse(
+        (names and not is_on, f"{', '.join(names)} has no effect without --adagc: add it, or drop them"),
+        (given["warmup_iters"] == 0 and (given["lambda_abs"] is not None or given["variant"] == "raw"),
+         "--adagc-lambda-abs and --adagc-variant raw have no effect with --adagc-warmup-iters 0: drop them"),
+    )  # fmt: skip
     if given["lambda_abs"] is None:
         given["lambda_abs"] = getattr(args, "clip_grad", None) or None
-    return AdaGCConfig(**{field: value for field, value in given.items() if value is not None})
+    return AdaGCConfig(**{field: value for field, value in given.items() if value is not None}) if is_on else None
 
 
-def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """Return a line for every setting of SimReg that differs between this run and the run that wrote the checkpoint.
+def differences(flags: tuple[Flag, ...], read: Callable[[Any], Any], checkpoint_args: Any, args: Any) -> list[str]:
+    """Return a line for every setting that differs between this run and the run that wrote the checkpoint.
 
-    Raises:
-        ValueError, TypeError: the checkpoint's are none that this version knows.
+    `read` makes the record of a namespace, whose fields the flags set. It may raise anything for a damaged checkpoint.
     """
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
-    return _differences(OF_SIMREG, config_from_args(checkpoint_args), config_from_args(args), args)
-
-
-def adagc_differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """Return the same lines for AdaGC's settings."""
-    if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
-        return []
-    before, now = (adagc_from_args(given) for given in (checkpoint_args, args))
+    before, now = read(checkpoint_args), read(args)
     if before is None or now is None:
-        was, is_now = ("off" if config is None else "on" for config in (before, now))
+        was, is_now = ("off" if record is None else "on" for record in (before, now))
         return [] if was == is_now else [f"--adagc was {was} when the checkpoint was written and is {is_now} now"]
-    return _differences(OF_ADAGC, before, now, args)
-
-
-def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> list[str]:
     by_default = " (its default; set the flag to continue as before)"
     return [
         f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
@@ -167,19 +213,9 @@ def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> l
 
 
 def refuse_unknown(words: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse misspelled flags of ours, also if a script lets Megatron ignore unknown ones.
-
-    Args:
-        words: that no flag took.
-        known: all flags.
-
-    Raises:
-        ValueError: one of the words is spelled like a flag of ours.
-    """
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith(_FAMILIES):
-            family = next(family for family in _FAMILIES if name.startswith(family))
+    """Raise ValueError for words that are misspelled flags of ours, also if a script lets Megatron ignore these."""
+    for name in (word.partition("=")[0] for word in words):
+        if family := next((family for family in _FAMILIES if name.startswith(family)), ""):
             tails = {_tail(option): option for option in known if option.startswith(family)}
             near = difflib.get_close_matches(_tail(name), tails, n=1)
             meant = MEANT.get(_tail(name)) or (tails[near[0]] if near else "")

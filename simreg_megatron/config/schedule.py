@@ -14,27 +14,22 @@ import functools
 import math
 from dataclasses import dataclass
 
+from simreg_megatron.config.values import number_of
+from simreg_megatron.notices import refuse
+
 SHAPES = ("constant", "linear", "cosine")
 _HIGHEST = 1000  # times lambda
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Settings of one run.
+    """Settings of one run."""
 
-    Attributes:
-        shape: of the way to `final`.
-        final: what is left of lambda at the end, as a share of it.
-        warmup_iters: iterations over which lambda rises linearly from 0.
-        off_after: share of the training after which the term is off; 1 is never.
-        start_iter: iterations before the term begins.
-    """
-
-    shape: str = "constant"
-    final: float = 1.0
-    warmup_iters: int = 0
-    off_after: float = 1.0
-    start_iter: int = 0
+    shape: str = "constant"  # of the way to `final`
+    final: float = 1.0  # what is left of lambda at the end, as a share of it
+    warmup_iters: int = 0  # iterations over which lambda rises linearly from 0
+    off_after: float = 1.0  # share of the training after which the term is off; 1 is never
+    start_iter: int = 0  # iterations before the term begins
 
     @functools.cached_property
     def is_constant(self) -> bool:
@@ -46,14 +41,7 @@ class Schedule:
         return self.shape != "constant" or self.off_after < 1
 
     def factor(self, iteration: int, num_iterations: int | None = None) -> float:
-        """Return the factor of lambda in this iteration, counted from 0.
-
-        Args:
-            num_iterations: of the whole training; needed where `needs_length`.
-
-        Raises:
-            ValueError: the training is so short that the term would never be on, or never off.
-        """
+        """Return the factor of lambda in this iteration, counted from 0; a schedule that `needs_length` needs it."""
         if self.is_off(iteration, num_iterations):
             return 0.0
         elapsed = iteration - self.start_iter
@@ -61,7 +49,15 @@ class Schedule:
         if not self.needs_length:
             return rise
         assert num_iterations is not None
-        return rise * self._shape(min(1.0, elapsed / (self.end(num_iterations) - self.start_iter)))
+        progress = min(1.0, elapsed / (self.end(num_iterations) - self.start_iter))
+        return (
+            rise
+            * {
+                "constant": 1.0,
+                "linear": 1.0 + (self.final - 1.0) * progress,
+                "cosine": self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * progress)) / 2,
+            }[self.shape]
+        )
 
     def is_off(self, iteration: int, num_iterations: int | None = None) -> bool:
         """Return whether the term has not begun in this iteration, or has ended."""
@@ -71,30 +67,17 @@ class Schedule:
         return not self.start_iter <= iteration < self.end(num_iterations)
 
     def end(self, num_iterations: int) -> int:
-        """Return the first iteration without the term after the last one with it, given the length of the training.
-
-        Raises:
-            ValueError: see `factor`.
-        """
+        """Return the first iteration without the term after the last one with it, given the length of the training."""
         length = round(self.off_after * num_iterations)
-        if self.off_after < 1 and not 0 < length < num_iterations:
-            raise ValueError(
-                f"--simreg-off-after {self.off_after:g} of {num_iterations} iterations is "
-                f"{'no iteration' if length == 0 else 'all of them'}: give another share, or drop it"
-            )
-        if self.start_iter >= length:
-            raise ValueError(
-                f"--simreg-start-iter {self.start_iter} leaves no iteration with SimReg, which ends at {length}: give "
-                "a smaller number, or a longer training"
-            )
+        refuse(
+            (self.off_after < 1 and not 0 < length < num_iterations,
+             f"--simreg-off-after {self.off_after:g} of {num_iterations} iterations is "
+             f"{'no iteration' if length == 0 else 'all of them'}: give another share, or drop it"),
+            (self.start_iter >= length,
+             f"--simreg-start-iter {self.start_iter} leaves no iteration with SimReg, which ends at {length}: give a "
+             "smaller number, or a longer training"),
+        )  # fmt: skip
         return length
-
-    def _shape(self, progress: float) -> float:
-        if self.shape == "linear":
-            return 1.0 + (self.final - 1.0) * progress
-        if self.shape == "cosine":
-            return self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * progress)) / 2
-        return 1.0
 
     def __str__(self) -> str:
         """ "linear to 0.1 of it" and so on, for one line of a log; empty where it is constant."""
@@ -109,30 +92,17 @@ class Schedule:
 
 
 def parsed(text: str, warmup_iters: int, off_after: float | None, start_iter: int = 0) -> Schedule:
-    """ "constant", "linear:0.1" or "cosine:0", with the other settings.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Read "constant", "linear:0.1" or "cosine:0", with the other settings; ValueError if it is none of them."""
     shape, colon, number = text.partition(":")
-    if shape not in SHAPES or bool(colon) == (shape == "constant"):
-        raise ValueError(
-            f"the SimReg lambda schedule must be constant, or linear or cosine with the share of lambda that is left "
-            f"at the end, such as linear:0.1 or cosine:0, not {text!r}"
-        )
-    final = _number(number) if colon else 1.0
-    if not 0 <= final <= _HIGHEST:
-        raise ValueError(f"the SimReg lambda schedule {shape} ends at a share from 0 to {_HIGHEST:,}, not {number!r}")
-    if off_after is not None and not 0 < off_after < 1:
-        raise ValueError(
-            f"SimReg is off after a share of the training above 0 and below 1, not {off_after:g}: "
-            f"{'drop it' if off_after >= 1 else 'set lambda 0 for a run without it'}"
-        )
-    return Schedule(shape, final, warmup_iters, 1.0 if off_after is None else off_after, start_iter)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    final, share = number_of(number) if colon else 1.0, 1.0 if off_after is None else off_after
+    refuse(
+        (shape not in SHAPES or bool(colon) == (shape == "constant"),
+         "the SimReg lambda schedule must be constant, or linear or cosine with the share of lambda that is left at "
+         f"the end, such as linear:0.1 or cosine:0, not {text!r}"),
+        (not 0 <= final <= _HIGHEST,
+         f"the SimReg lambda schedule {shape} ends at a share from 0 to {_HIGHEST:,}, not {number!r}"),
+        (off_after is not None and not 0 < share < 1,
+         f"SimReg is off after a share of the training above 0 and below 1, not {share:g}: "
+         f"{'drop it' if share >= 1 else 'set lambda 0 for a run without it'}"),
+    )  # fmt: skip
+    return Schedule(shape, final, warmup_iters, share, start_iter)

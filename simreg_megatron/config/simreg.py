@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from simreg_megatron import objectives
+from simreg_megatron.config import values
 from simreg_megatron.config.schedule import Schedule, parsed
-from simreg_megatron.config.together import checked_together, settings_of_parts
-from simreg_megatron.config.values import TEMPERATURES, as_typed, checked_lambda, checked_layers, refuse_other_kinds
+from simreg_megatron.notices import refuse
 from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar, checked_options
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, authors_lambda
 
@@ -23,7 +23,7 @@ IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
 @dataclass(frozen=True)
 class SimRegConfig:
-    """Settings of one run.
+    """Settings of one run; ValueError if one is impossible, or would have no effect.
 
     Attributes:
         lambda_: weight of the term relative to the next-token loss; "auto" is 10 * sqrt(hidden_size / 1024); 0 is off.
@@ -37,24 +37,19 @@ class SimRegConfig:
         objective_options: the objective's own settings, as pairs or as text: "form=supcon_out,self_positive=never".
             With several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose outputs get the term: "final" and layer numbers from 1; the terms are added, each times lambda.
-        placement: take the final states after the last norm ("post-norm": what enters the output layer) or before it
-            ("pre-norm"). Outputs of numbered layers have not passed that norm.
+        placement: take the final states after the last norm ("post-norm") or before it ("pre-norm").
         group_reduce: "sum" or "mean" over a token's positives, and over its negatives.
         self_positive: when a token counts as its own positive.
         chunk_weight: how the chunks of a sequence are weighted.
         document_mask: tokens of different documents in a sequence are never compared.
-        start_iter: iterations of the training before the term begins; warm-up and schedule count from there.
+        start_iter: iterations before the term begins; warm-up and schedule count from there.
         warmup_iters: iterations over which lambda rises linearly from 0.
         lambda_schedule: "constant"; "linear:F" or "cosine:F" go from lambda to F times lambda over the training.
-        off_after: share of the training after which the term is off and no longer computed; None is never. A
-            lambda_schedule then ends there.
+        off_after: share of the training after which the term is off, and a lambda_schedule ends; None is never.
         every: the term is computed only in steps whose number (from 0) is a multiple of this, with the weight times
             this: not the same objective, but equal in expectation where no gradient is clipped.
         impl: which implementation computes the loss.
         log_interval: iterations between log values, in the loops of Megatron and Megatron-Bridge; None is their own.
-
-    Raises:
-        ValueError: a setting is impossible, or would have no effect.
     """
 
     lambda_: float | str = 0.0
@@ -79,79 +74,67 @@ class SimRegConfig:
     log_interval: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lambda_", checked_lambda(self.lambda_))
-        object.__setattr__(self, "layers", checked_layers(self.layers))
-        refuse_other_kinds("SimReg", self)
+        object.__setattr__(self, "lambda_", values.checked_lambda(self.lambda_))
+        object.__setattr__(self, "layers", values.checked_layers(self.layers))
+        values.refuse_other_kinds("SimReg", self)
         if self.combines:
             self.parts  # noqa: B018  each is checked when it is made
-            object.__setattr__(self, "objective_options", checked_together(self._given, _DEFAULTS))
+            object.__setattr__(self, "objective_options", values.checked_together(self._given, _DEFAULTS))
             return
-        self.record  # noqa: B018  an unknown name ends here
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
-        object.__setattr__(self, "objective_options", checked_options(self.record, self.objective_options))
+        record = self.record  # an unknown name ends here
+        refuse(
+            *((getattr(self, name) not in choices,
+               f"unknown SimReg {name.replace('_', ' ')} {getattr(self, name)!r}: choose from {', '.join(choices)}")
+              for name, choices in _CHOICES.items())
+        )  # fmt: skip
+        object.__setattr__(self, "objective_options", checked_options(record, self.objective_options))
+        has_none = record.temperature is None and self.temperature is not None
         if self.temperature is None:
-            object.__setattr__(self, "temperature", self.record.temperature)
-        elif self.record.temperature is None:
-            raise ValueError(f"SimReg objective {self.objective} has no temperature: drop the temperature")
-        least, most = TEMPERATURES
-        if not least <= self.tau <= most:
-            raise ValueError(f"the SimReg temperature must be a number from {least:g} to {most:g}, not {self.tau}")
-        for name, least in {"start_iter": 0, "every": 1, "log_interval": 1}.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"SimReg {name.replace('_', ' ')} must be {least} or more, not {value}")
-        for name in ("chunk_size", "warmup_iters"):  # a token alone meets no other; a ramp of one step is none
-            if (value := getattr(self, name)) < 0 or value == 1:
-                raise ValueError(f"SimReg {name.replace('_', ' ')} must be 0, or 2 or more, not {value}")
-        self._refuse_settings_without_effect()
-
-    def _refuse_settings_without_effect(self) -> None:
-        if not self.record.trains and (self.lambda_ != 0 or self.similarity == "learnable"):
-            what = f"lambda {self.lambda_}" if self.lambda_ != 0 else "similarity learnable"
-            raise ValueError(
-                f"SimReg {what} has no effect with objective {self.objective}, which only measures: drop one of them"
-            )
-        self.record.check(self.options, self.tau, self.chunk_size)
-        if self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
-            raise ValueError(
-                f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
-                "reference, or auto"
-            )
-        if self.group_reduce == "mean" and self.chunk_weight == "count-corrected":
-            raise ValueError(
-                "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
-                "drop one of them"
-            )
-        if self.chunk_weight != "token" and self.chunk_size == 0 and self.is_simreg:
-            raise ValueError(
-                f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, as nothing is cut into "
-                "chunks: give a chunk size, or drop the weight"
-            )
-        idle = [name for name in self.idle_settings if getattr(self, name) != _DEFAULTS[name]]
-        if idle:
-            raise ValueError(
-                f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(self, idle[0]))} has no effect on objective "
-                f"{self.objective}: drop it"
-            )
-        if self.placement != "post-norm" and "final" not in self.layers:
-            raise ValueError(
-                f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
-                "drop it, or add final to the layers"
-            )
-        if (not self.schedule.is_constant or self.every > 1) and not self.trains:
-            given = {
-                "every": self.every > 1, "start iter": self.start_iter, "warmup iters": self.warmup_iters,
-                "off after": self.off_after,
-            }  # fmt: skip
-            what = next((name for name, value in given.items() if value), "lambda schedule")
-            raise ValueError(f"SimReg {what} has no effect while lambda is 0 or with objective none: drop it")
-        if self.every > 1 and self.trains_scalars:
-            raise ValueError(
-                f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
-                "compute it in every step, or choose settings that train no scalars"
-            )
+            object.__setattr__(self, "temperature", record.temperature)
+        lowest, highest = values.TEMPERATURES
+        given = self._given
+        refuse(
+            (has_none, f"SimReg objective {self.objective} has no temperature: drop the temperature"),
+            (not lowest <= self.tau <= highest,
+             f"the SimReg temperature must be a number from {lowest:g} to {highest:g}, not {self.tau}"),
+            *((given[name] is not None and given[name] < least,
+               f"SimReg {name.replace('_', ' ')} must be {least} or more, not {given[name]}")
+              for name, least in {"start_iter": 0, "every": 1, "log_interval": 1}.items()),
+            *((given[name] < 0 or given[name] == 1,  # a token alone meets no other; a ramp of one step is none
+               f"SimReg {name.replace('_', ' ')} must be 0, or 2 or more, not {given[name]}")
+              for name in ("chunk_size", "warmup_iters")),
+            (not record.trains and (self.lambda_ != 0 or self.similarity == "learnable"),
+             f"SimReg {f'lambda {self.lambda_}' if self.lambda_ != 0 else 'similarity learnable'} has no effect with "
+             f"objective {self.objective}, which only measures: drop one of them"),
+        )  # fmt: skip
+        record.check(self.options, self.tau, self.chunk_size)
+        needs_term = {
+            "every": self.every > 1, "start iter": self.start_iter, "warmup iters": self.warmup_iters,
+            "off after": self.off_after, "lambda schedule": not self.schedule.is_constant,
+        }  # fmt: skip
+        refuse(
+            (self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"),
+             f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
+             "reference, or auto"),
+            (self.group_reduce == "mean" and self.chunk_weight == "count-corrected",
+             "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
+             "drop one of them"),
+            (self.chunk_weight != "token" and self.chunk_size == 0 and self.is_simreg,
+             f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, as nothing is cut into "
+             "chunks: give a chunk size, or drop the weight"),
+            *((given[name] != _DEFAULTS[name],
+               f"{values.spoken(name, given[name])} has no effect on objective {self.objective}: drop it")
+              for name in self.idle_settings),
+            (self.placement != "post-norm" and "final" not in self.layers,
+             f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
+             "drop it, or add final to the layers"),
+            *((is_given and not self.trains,
+               f"SimReg {name} has no effect while lambda is 0 or with objective none: drop it")
+              for name, is_given in needs_term.items()),
+            (self.every > 1 and self.trains_scalars,
+             f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
+             "compute it in every step, or choose settings that train no scalars"),
+        )  # fmt: skip
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -180,7 +163,7 @@ class SimRegConfig:
         """The settings of each objective; most often of one."""
         if not self.combines:
             return (self,)
-        return tuple(SimRegConfig(**given) for given in settings_of_parts(self._given, _DEFAULTS))
+        return tuple(SimRegConfig(**given) for given in values.settings_of_parts(self._given, _DEFAULTS))
 
     @functools.cached_property
     def record(self) -> Objective:
@@ -273,8 +256,6 @@ class SimRegConfig:
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
-
-
 _CHOICES = {
     "scope": SCOPES, "placement": PLACEMENTS, "similarity": SIMILARITIES, "group_reduce": GROUP_REDUCTIONS,
     "self_positive": SELF_POSITIVES, "chunk_weight": CHUNK_WEIGHTS, "impl": IMPLEMENTATIONS,

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single settings: what is written as several words, checked, and back to how one would type it."""
+"""Settings that are written as text: read, checked, and back to how one would type them.
+
+The text of an objective may name several, "simreg:auto,sigreg:0.05": each with its weight, and the settings that it
+knows. Settings are those of a `SimRegConfig`, by name.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-from simreg_megatron.objectives.record import counts_from_one
+from simreg_megatron import objectives
+from simreg_megatron.notices import refuse
+from simreg_megatron.objectives.record import Kind, Pairs, checked_option, checked_options, counts_from_one, words
 
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
@@ -19,6 +25,8 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
     "bool": (bool, bool, "True or False"),
     "str": (str, str, "a word"),
 }
+Settings = Mapping[str, Any]
+_OWN = ("objective", "objective_options", "temperature", "lambda_")  # of each objective, not shared
 
 
 def as_typed(value: object) -> str:
@@ -26,6 +34,11 @@ def as_typed(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
+
+
+def spoken(name: str, value: object) -> str:
+    """Name a setting and its value as messages do."""
+    return f"SimReg {name.replace('_', ' ')} {as_typed(value)}"
 
 
 def refuse_other_kinds(of: str, settings: Any) -> None:
@@ -38,41 +51,121 @@ def refuse_other_kinds(of: str, settings: Any) -> None:
         value = getattr(settings, field.name)
         if kind not in _KINDS or none not in ("", "None") or (value is None and none):
             continue
-        wanted, plain, words = _KINDS[kind]
+        wanted, plain, article = _KINDS[kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise ValueError(f"{of} {field.name.replace('_', ' ')} must be {words}, not {value!r}")
+            raise ValueError(f"{of} {field.name.replace('_', ' ')} must be {article}, not {value!r}")
         if type(value) not in (int, float):
             object.__setattr__(settings, field.name, plain(value))
 
 
-def checked_lambda(value: float | str) -> float | str:
-    if value == "auto":
-        return "auto"
+def number_of(text: object) -> float:
+    """Return the number that a text, or a number, is; NaN if it is none."""
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        return math.nan if isinstance(text, bool) else float(text)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(
-            f"SimReg lambda must be a finite number of 0 or more, or auto, not {value if str(value) else 'empty'}"
-        )
-    return number
+        return math.nan
+
+
+def checked_lambda(value: float | str) -> float | str:
+    number = number_of(value)
+    if value == "auto" or 0 <= number < math.inf:
+        return "auto" if value == "auto" else number
+    raise ValueError(
+        f"SimReg lambda must be a finite number of 0 or more, or auto, not {value if str(value) else 'empty'}"
+    )
 
 
 def checked_layers(value: object) -> tuple[int | str, ...]:
     """("final",), (3, "final"), or the same as text: "3,final". Numbers first, each once, ascending."""
-    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
-    numbers, final = set(), False
-    for word in words:
-        text = str(word).strip()
-        if text == "final":
-            final = True
-        elif counts_from_one(text):
-            numbers.add(int(text))
-        else:
-            raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {text!r}")
-    if not (numbers or final):
-        raise ValueError(
-            "SimReg layers must name at least one state: final, or layer numbers from 1 such as 12,24,final"
-        )
-    return (*sorted(numbers), *(("final",) if final else ()))
+    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
+    texts: list[Any] = [str(word).strip() for word in given]
+    wrong = [text for text in texts if text != "final" and not counts_from_one(text)] if texts else [value]
+    if wrong:
+        raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {wrong[0]!r}")
+    return (*sorted({int(text) for text in texts if text != "final"}), *(("final",) if "final" in texts else ()))
+
+
+def checked_together(settings: Settings, defaults: Settings) -> Pairs:
+    """Return the options of all parts; an option that no part knows is refused."""
+    own: list[tuple[str, str | float]] = []
+    idle, of_head = set(defaults.keys() - set(_OWN)), ""
+    for part in settings_of_parts(settings, defaults):
+        record, options = objectives.find(part["objective"]), dict(part["objective_options"])
+        own += [(f"{record.name}.{name}", value) for name, value in part["objective_options"]]
+        idle &= set(record.idle_settings(options))
+        of_head = of_head or (record.name if record.kind_with(options) is Kind.HEAD else "")
+    refuse(
+        (settings["lambda_"] != 0,
+         f"SimReg lambda {settings['lambda_']} has no effect when each objective has its own weight: "
+         f"write it after the name, as in simreg:{settings['lambda_']}"),
+        *((settings[name] != defaults[name],
+           f"{spoken(name, settings[name])} has no effect on any of {settings['objective']}: drop it")
+          for name in sorted(idle)),
+        (of_head and any(settings[name] != defaults[name] for name in ("placement", "layers")),
+         f"SimReg objective {of_head} is of the final states only, which enter the output layer: drop "
+         "--simreg-layers and --simreg-placement"),
+    )  # fmt: skip
+    given = words(settings["objective_options"])
+    return (*own, *((name, float(str(value))) for name, value in given if name.endswith(".temperature")))
+
+
+def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, Any]]:
+    """Return the settings of each objective: its weight as its lambda, and those of the given options that it knows."""
+    weights = _weights(settings["objective"])
+    options: dict[str, dict[str, object]] = {name: {} for name in weights}
+    for word, value in words(settings["objective_options"]):
+        objective, dot, name = word.partition(".")
+        if not dot or objective not in weights:
+            raise ValueError(
+                f"with several SimReg objectives an option begins with the name of its own, as in "
+                f"{next(iter(weights))}.{name or word}, and {word!r} does not"
+            )
+        options[objective][name] = value
+    taker, shared = _taker(settings, list(weights)), settings["temperature"]
+    found = []
+    for objective, weight in weights.items():
+        own = options[objective]
+        temperature = own.pop("temperature", shared if objective == taker else None)
+        if objective == taker and temperature != shared:
+            raise ValueError(
+                f"SimReg temperature {shared} has no effect next to {objective}.temperature={temperature}: drop one"
+            )
+        record = objectives.find(objective)
+        checked = checked_options(record, own)
+        known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
+        part = {name: settings[name] for name in known}
+        part |= {"objective": objective, "lambda_": weight, "objective_options": checked}
+        if temperature is not None:
+            part["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
+        found.append(part)
+    return found
+
+
+def _weights(text: str) -> dict[str, float | str]:
+    """ "simreg:auto,sigreg:0.05" by name."""
+    known = [name for name in objectives.names() if name != "none"]
+    found: dict[str, float | str] = {}
+    for word in text.split(","):
+        name, colon, weight = (piece.strip() for piece in word.partition(":"))
+        refuse(
+            (not colon or name not in known or name in found,
+             f"SimReg objective {text!r} must be one name, or several different ones with a weight each, such as "
+             f"simreg:auto,sigreg:0.05; choose from {', '.join(known)}"),
+            (colon and number_of(weight) == 0,
+             f"SimReg objective {name} has weight 0 in {text!r}: give it another, or leave it out"),
+        )  # fmt: skip
+        found[name] = checked_lambda(weight)
+    return found
+
+
+def _taker(settings: Settings, names: list[str]) -> str | None:
+    """Return the part that a given temperature belongs to: SimReg, or the only part that has one."""
+    temperature = settings["temperature"]
+    if temperature is None:
+        return None
+    takers = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
+    if len(takers) != 1:
+        instead = f"give it as an option of one, such as {takers[0]}.temperature={temperature}" if takers else "drop it"
+        whose = f"{'several' if takers else 'none'} of {settings['objective']}"
+        raise ValueError(f"SimReg temperature {temperature} belongs to {whose}: {instead}")
+    return takers[0]

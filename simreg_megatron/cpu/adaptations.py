@@ -58,9 +58,7 @@ def _build_for_this_python(build: Callable[[], None]) -> None:
 
 def _split_sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Convert the split sizes of an all-to-all to numbers; Megatron does so only for tensors on a GPU."""
-    import torch
-
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
 def _allow_sequence_parallelism(norm_class: Any) -> None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism and packed sequences for Megatron's local attention, on the CPU only.
 
-On a GPU, Transformer Engine does both; Megatron's own `DotProductAttention` refuses them. `adapt` changes that class
-itself rather than offering a layer spec, because every local layer is built from it: dense, MoE and
-multi-token-prediction layers of any script then run without a `--spec` flag of ours.
+On a GPU, Transformer Engine does both; Megatron's own `DotProductAttention` refuses them. `adapt` changes that class,
+from which every local layer is built, so that any script runs without a `--spec` flag of ours.
 
 It is meant to be plainly right, not fast: keys and values of the whole sequence are gathered on every rank and the
-score matrix is masked. The order of blocks is derived here and not taken from `simreg_megatron.parallel`, so
-that a mistake in the one cannot hide behind the same mistake in the other.
+score matrix is masked. The order of blocks is not taken from `simreg_megatron.parallel`: a mistake in the one cannot
+hide behind the same mistake in the other.
 
 Shapes: S tokens of this context rank, T tokens of the whole sequence, B micro-batch, H heads, D of a head.
 """
@@ -30,35 +29,25 @@ from simreg_megatron.cpu import CpuBackendError
 
 def adapt(attention: type) -> None:
     """Let `DotProductAttention` be built under context parallelism, and take packed sequences."""
-    attention.__init__ = _built_unsplit(attention.__init__)  # type: ignore[misc]
-    attention.forward = _attend_across(attention.forward)  # type: ignore[attr-defined]
+    build: Any = attention.__init__  # type: ignore[misc]
 
-
-def _built_unsplit(build: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(build)
     def built(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         unsplit = copy.copy(config)
         unsplit.context_parallel_size = 1  # upstream refuses more, for want of the exchange below
         build(self, unsplit, *args, **kwargs)
 
-    return built
+    attention.__init__ = built  # type: ignore[misc]
+    attention.forward = _attend_across(attention.forward)  # type: ignore[attr-defined]
 
 
 def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(attend)
-    def attended(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
+    def attended(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Tensor:
+        packed_seq_params = options.pop("packed_seq_params", None)
         group = _context_group(self, packed_seq_params)
         if packed_seq_params is None and group is None:
-            return attend(self, query, key, value, attention_mask, attn_mask_type, attention_bias)
+            return attend(self, query, key, value, attention_mask, **options)
         if self.scale_mask_softmax.window_size is not None:
             raise CpuBackendError(
                 "on the CPU, sliding-window attention works on whole, unpacked sequences only: "
@@ -67,7 +56,8 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         borders = None
         if packed_seq_params is not None:
             query, key, value = (packed.unsqueeze(1) for packed in (query, key, value))  # THD -> T1HD
-            borders = _borders(packed_seq_params)
+            padded = packed_seq_params.cu_seqlens_q_padded  # where documents are padded, the rows follow these
+            borders = packed_seq_params.cu_seqlens_q if padded is None else padded
         own = torch.arange(len(query))
         if group is not None:
             positions = zigzag_positions(len(key) * group.size(), group.size(), borders)
@@ -77,7 +67,7 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
             attention_mask = packed_mask(borders, len(key))[:, :, own]
         elif attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
             attention_mask = causal_mask(own, len(key))
-        return attend(self, query, key, value, attention_mask, attn_mask_type, attention_bias)
+        return attend(self, query, key, value, attention_mask, **options)
 
     return attended
 
@@ -104,12 +94,9 @@ def zigzag_positions(length: int, ranks: int, borders: Tensor | None = None) -> 
 
 
 def in_natural_order(part: Tensor, positions: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """[S, B, H, D] of every context rank -> the whole sequence [T, B, H, D] in its own order.
+    """[S, B, H, D] of every context rank, at `positions` [ranks, S] -> the whole sequence [T, B, H, D] in order.
 
     Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows (reduce-scatter).
-
-    Args:
-        positions: of the rows of each rank, [ranks, S].
     """
     gathered = gather_from_sequence_parallel_region(part.contiguous(), group=group)
     return gathered[positions.flatten().argsort()]
@@ -123,15 +110,8 @@ def causal_mask(positions: Tensor, length: int) -> Tensor:
 def packed_mask(borders: Tensor, length: int) -> Tensor:
     """True where a key lies after the query or in another document: [1, 1, length, length].
 
-    Args:
-        borders: first token of every document, and one past the last token, ascending from 0.
-        length: tokens in all.
+    `borders` are the first token of every document, and one past the last token, ascending from 0.
     """
     positions = torch.arange(length)
     document = torch.bucketize(positions, borders[1:].to(positions.dtype), right=True)
     return causal_mask(positions, length) | (document != document[:, None])[None, None]
-
-
-def _borders(packed_seq_params: Any) -> Tensor:
-    padded = packed_seq_params.cu_seqlens_q_padded  # where documents are padded, the rows follow these
-    return packed_seq_params.cu_seqlens_q if padded is None else padded

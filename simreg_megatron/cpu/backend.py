@@ -2,8 +2,7 @@
 """Megatron's own training loop on a machine without a GPU: stand-ins for what it asks of CUDA.
 
 Megatron's loop names CUDA devices, streams and tensor types throughout. `activate()` answers those names on the CPU,
-one process per rank over gloo, so that a newcomer can run it and tests can hold every parallel layout. It is for
-learning and testing, never on by accident: it must be asked for, before Megatron is imported, where no GPU is.
+one process per rank over gloo, for learning and testing: it must be asked for, before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -12,25 +11,20 @@ import atexit
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from simreg_megatron.cpu import CpuBackendError, gloo_threads, stand_ins
+from simreg_megatron.cpu import CpuBackendError, stand_ins
 from simreg_megatron.cpu.adaptations import adapt_megatron
 
 MEGATRON_FLAGS = (
-    "--transformer-impl", "local",
-    "--distributed-backend", "gloo",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--attention-backend", "unfused",
-    "--num-workers", "0",
+    "--transformer-impl", "local", "--distributed-backend", "gloo", "--attention-backend", "unfused",
+    "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion",
+    "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--num-workers", "0",
 )  # fmt: skip
 """Megatron's flags that go with the CPU: no fused kernels, gloo between processes, no loader processes."""
 
@@ -52,11 +46,7 @@ def requested(argv: list[str]) -> str | None:
 
 
 def require_gpu() -> None:
-    """Fail early, with a clear message, if no GPU is visible and the CPU was not requested.
-
-    Raises:
-        CpuBackendError: torch sees no GPU.
-    """
+    """Raise CpuBackendError if no GPU is visible: to be called if the CPU was not requested."""
     import torch
 
     if not torch.cuda.is_available():
@@ -73,31 +63,13 @@ def connections(flags: Sequence[str]) -> str:
 
 def choose_flags(parser: Any) -> None:
     """Let Megatron's parser default to MEGATRON_FLAGS, as far as this release knows them; what is given wins."""
-    known = [flag for flag in _by_flag() if flag[0] in parser._option_string_actions]
-    chosen = parser.parse_known_args([word for flag in known for word in flag])[0]
-    dests = [parser._option_string_actions[flag[0]].dest for flag in known]
+    chosen, _ = parser.parse_known_args(MEGATRON_FLAGS)
+    dests = [action.dest for flag, action in parser._option_string_actions.items() if flag in MEGATRON_FLAGS]
     parser.set_defaults(**{dest: getattr(chosen, dest) for dest in dests})
 
 
-def _by_flag() -> list[list[str]]:
-    """MEGATRON_FLAGS, each with its value."""
-    flags: list[list[str]] = []
-    for word in MEGATRON_FLAGS:
-        if word.startswith("--"):
-            flags.append([])
-        flags[-1].append(word)
-    return flags
-
-
 def refuse(arguments: Any) -> None:
-    """Refuse what would wait for a GPU, where this process runs on the stand-ins.
-
-    Args:
-        arguments: Megatron's, just parsed.
-
-    Raises:
-        ValueError: naming the flag.
-    """
+    """Raise ValueError for arguments of Megatron that need a GPU, if this process runs on the stand-ins."""
     needs_gpu = {
         "--distributed-backend nccl": getattr(arguments, "distributed_backend", None) == "nccl",
         "--async-save": getattr(arguments, "async_save", None),  # in a process of Megatron's own
@@ -110,30 +82,27 @@ def refuse(arguments: Any) -> None:
 def activate(mode: str = "on") -> None:
     """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
 
-    Args:
-        mode: "on"; or "force" to leave a GPU that is there unused.
-
-    Raises:
-        CpuBackendError: Megatron is imported already, a GPU is there and mode is not "force", or mode is unknown.
+    The mode "force", unlike "on", leaves a GPU that is there unused.
     """
     if is_active():
         return
-    if mode not in ("on", "force"):
-        raise CpuBackendError(f"--simreg-cpu takes no value or force (SIMREG_CPU: 1 or force), not {mode!r}")
-    if "megatron.core" in sys.modules:
-        raise CpuBackendError(
-            "the CPU backend must come before Megatron is imported: start the script with "
-            "`python -m simreg_megatron SCRIPT ... --simreg-cpu`"
-        )
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiled graphs would bypass the stand-ins
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections(sys.argv))
     import torch
 
-    if torch.cuda.is_available() and mode != "force":
-        raise CpuBackendError(
-            f"a GPU is here ({torch.cuda.get_device_name(0)}): leave --simreg-cpu and SIMREG_CPU out to train on it, "
-            "or say --simreg-cpu=force (SIMREG_CPU=force) to leave it idle"
-        )
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    for condition, sentence in (
+        (mode not in ("on", "force"),
+         f"--simreg-cpu takes no value or force (SIMREG_CPU: 1 or force), not {mode!r}"),
+        ("megatron.core" in sys.modules,
+         "the CPU backend must come before Megatron is imported: start the script with "
+         "`python -m simreg_megatron SCRIPT ... --simreg-cpu`"),
+        (gpu and mode != "force",
+         f"a GPU is here ({gpu}): leave --simreg-cpu and SIMREG_CPU out to train on it, or say --simreg-cpu=force "
+         "(SIMREG_CPU=force) to leave it idle"),
+    ):  # fmt: skip
+        if condition:
+            raise CpuBackendError(sentence)
     _state["active"] = True
     # Megatron takes its norms and its Adam from Transformer Engine wherever that can be imported; they need a GPU.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
@@ -142,6 +111,32 @@ def activate(mode: str = "on") -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     stand_ins.replace(torch)
     adapt_megatron()
-    atexit.register(gloo_threads.settle)
+    atexit.register(settle)
     if int(os.environ.get("RANK", "0")) == 0:
         print("> SimReg: no GPU in use, Megatron runs on the CPU over gloo (for trying and testing)", flush=True)
+
+
+_PAUSE = 0.02  # seconds: a thread that waits for the lock has it at once while this one sleeps
+_LIMIT = 5.0  # seconds: a collective that a lost peer will never finish must not keep the process
+
+
+def settle() -> None:
+    """Wait until gloo's threads have freed what they hold, `_LIMIT` seconds at most.
+
+    Without it torch (seen in 2.13) risks an abort at the end of a process: a thread of gloo that finished a collective
+    may be the last holder of its tensors, and asks for Python's lock to free them, which unwinds the thread through C++
+    if the interpreter has begun to end: status 134 (PyTorch issue 190489). Destroying the groups would take them from
+    exit handlers that need them.
+    """
+    end = time.monotonic() + _LIMIT
+    time.sleep(_PAUSE)
+    while time.monotonic() < end and any(map(_is_busy, Path("/proc/self/task").glob("*"))):  # one pause, if not Linux
+        time.sleep(_PAUSE)
+
+
+def _is_busy(task: Path) -> bool:
+    """Return whether a thread is gloo's and runs, or waits for a core."""
+    with suppress(OSError):  # it ended meanwhile
+        is_gloo = (task / "comm").read_text().strip() == "pt_gloo_runloop"
+        return is_gloo and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return False

@@ -58,8 +58,7 @@ def _use_cudnn_of_torch() -> None:
 def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     """Wrap Megatron's `compile_helpers`: do not run `make` where it cannot work and the dataset helpers are compiled.
 
-    Megatron runs `make` in megatron/core/datasets before the first step of every run. Its wheels have the compiled
-    module there, but no Makefile; a source tree has a Makefile.
+    Megatron runs it before the first step of every run, but its wheels bring the compiled module and no Makefile.
     """
 
     @functools.wraps(compile_helpers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,17 @@ _MEMORY = 8 << 30  # what the stand-in device claims to have, in bytes; only log
 
 
 def replace(torch: Any) -> None:
-    """Replace all of them."""
+    """Replace all of them.
+
+    `torch.compile` leaves a function as it is: loading the compiler would take longer than a tiny run's step.
+    """
     _replace_device_queries(torch)
     _replace_streams(torch)
     _replace_random_state(torch)
     _replace_tensor_types(torch)
     _replace_placement(torch)
     _replace_meshes()
-    _replace_compiler(torch)
+    torch.compile = lambda function=None, **options: function or (lambda decorated: decorated)
 
 
 class _Device(str):
@@ -49,7 +53,7 @@ def _replace_device_queries(torch: Any) -> None:
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(cuda, name, _constant(0))
     cuda.mem_get_info = lambda *args, **kwargs: (_MEMORY, _MEMORY)
-    cuda.memory_stats = lambda *args, **kwargs: _NoMemoryStatistics()
+    cuda.memory_stats = lambda *args, **kwargs: defaultdict(int)
     torch.accelerator.current_device_index = _constant(0)
     init = torch.distributed.init_process_group  # whose default is NCCL, as a GPU seems to be there
     torch.distributed.init_process_group = lambda backend=None, *args, **kwargs: init(
@@ -62,11 +66,6 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-class _NoMemoryStatistics(dict):
-    def __missing__(self, key: str) -> int:
-        return 0
-
-
 class _Stream:
     """A stream on which everything is already done."""
 
@@ -77,17 +76,11 @@ class _Stream:
 
     def __exit__(self, *exc: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def is_capturing(self) -> bool:
-        return False
-
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
+
+    wait_stream = wait_event = synchronize = _constant(None)
+    is_capturing = _constant(False)
 
 
 class _Event:
@@ -95,17 +88,9 @@ class _Event:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+    record = wait = synchronize = _constant(None)
+    query = _constant(True)
+    elapsed_time = _constant(0.0)
 
 
 def _replace_streams(torch: Any) -> None:
@@ -129,19 +114,12 @@ def _replace_random_state(torch: Any) -> None:
     cuda.manual_seed_all = _constant(None)
     cuda._lazy_call = lambda function, *args, **kwargs: function()
 
-    class Generators(dict):
-        def __missing__(self, index: Any) -> Any:
-            return torch.default_generator
-
-    cuda.default_generators = Generators()
+    cuda.default_generators = defaultdict(lambda: torch.default_generator)
     _give_loaders_a_generator(torch)
 
 
 def _ranks_cut_weights() -> bool:
-    """Return whether ranks have other pieces of a weight, or other experts, and so seed by their number.
-
-    Elsewhere one stream of numbers serves for both generators.
-    """
+    """Return whether ranks have other pieces of a weight, or other experts, and so seed by their number."""
     groups = sys.modules.get("megatron.core.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
         return False
@@ -152,8 +130,7 @@ def _ranks_cut_weights() -> bool:
 def _give_loaders_a_generator(torch: Any) -> None:
     """Give loaders a generator: they draw a seed when reading begins, with a GPU from another one than dropout's.
 
-    Here both are one, and a resumed run, which begins to read after it has loaded its random state, would go on with
-    other dropout than the run that was never stopped.
+    Else a resumed run, which begins to read after it has loaded its random state, would go on with other dropout.
     """
     from torch.utils.data import DataLoader
 
@@ -192,9 +169,7 @@ def _replace_placement(torch: Any) -> None:
     to = torch.Tensor.to
 
     def to_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return to(self, *("cpu" if _is_cuda(arg) else arg for arg in args), **kwargs)
+        return to(self, *("cpu" if _is_cuda(arg) else arg for arg in args), **_without_cuda(kwargs))
 
     torch.Tensor.to = to_cpu
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
@@ -203,13 +178,12 @@ def _replace_placement(torch: Any) -> None:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    def made_on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
+    return lambda *args, **kwargs: factory(*args, **_without_cuda(kwargs))
 
-    return made_on_cpu
+
+def _without_cuda(options: dict[str, Any]) -> dict[str, Any]:
+    options.pop("pin_memory", None)
+    return options | {"device": "cpu"} if _is_cuda(options.get("device")) else options
 
 
 def _replace_meshes() -> None:
@@ -222,12 +196,3 @@ def _replace_meshes() -> None:
         return from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
     DeviceMesh.from_group = staticmethod(from_group_on_cpu)  # type: ignore[method-assign]
-
-
-def _replace_compiler(torch: Any) -> None:
-    """`@torch.compile` leaves a function as it is; loading the compiler would take longer than a tiny run's step."""
-
-    def as_it_is(function: Any = None, **options: Any) -> Any:
-        return function if function is not None else (lambda decorated: decorated)
-
-    torch.compile = as_it_is

@@ -10,17 +10,19 @@
 
 A loop that calls none of them still trains with SimReg, as long as it passes labels to its models. But SimReg's values
 are then neither measured nor logged (objective none is an error), lambda cannot follow a schedule, and `impl="auto"`
-does not look for a faster implementation than tiled.
-`simreg_megatron.loop.contract.check` tests whether a loop trains correctly with SimReg.
+is tiled. `simreg_megatron.loop.contract.check` tests whether a loop trains correctly with SimReg.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import compat, hooks, installation, log
+from simreg_megatron.notices import refuse
+from simreg_megatron.plugin import compat, installation, log, model
 from simreg_megatron.plugin import loop as plugin_loop
+from simreg_megatron.plugin.refusals import WAY_OUT
 
 __all__ = ["begin_run", "begin_step", "end_step", "settings", "wrap_model"]
 
@@ -35,8 +37,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 
     Raises:
         RuntimeError: SimReg is not installed.
-        ValueError, NotImplementedError: SimReg does not support these models, or not with its settings. What only a
-            micro-batch shows is refused in its forward pass.
+        ValueError, NotImplementedError: SimReg does not support these models, or not with its settings.
     """
     if settings().log_interval is not None:
         raise ValueError("SimReg log interval has no effect here, as end_step(reduces=...) says when to log: drop it")
@@ -48,9 +49,8 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
 
     Args:
         iteration: number of the step, from 0; a resumed run continues the count.
-        measures: whether to measure cosines, angles and margins in this step for the log; steps without this call
-            so are not measured. With objective none, and after a schedule has switched the term off, these compute
-            nothing.
+        measures: whether to measure cosines, angles and margins in this step for the log. Other steps compute nothing
+            with objective none, and after a schedule has switched the term off.
         num_iterations: length of the whole training; required by a lambda schedule that depends on it.
 
     Raises:
@@ -88,7 +88,21 @@ def wrap_model(model_class: type) -> None:
         RuntimeError: SimReg is not installed.
         ValueError: the class has no such function.
     """
-    hooks.wrap_model(model_class)
+    here, name = installation.current(), compat.MODEL_SEAM.name
+    function = vars(model_class).get(name)
+    absent = {"hidden_states", "labels"} - set(inspect.signature(function).parameters if function else ())
+    refuse(
+        (function is None,
+         f"{model_class.__name__} has no {name} of its own, so install() alone reaches it: do not wrap it"),
+        (absent,
+         f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
+         f"let it call Megatron's, {WAY_OUT}"),
+    )  # fmt: skip
+    here.wrap(model_class, name, model.regularize)
+    if not issubclass(model_class, here.model_classes):
+        here.model_classes += (model_class,)
+        if "__init__" in vars(model_class):
+            here.wrap(model_class, "__init__", model.prepare)
 
 
 def settings() -> SimRegConfig:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from simreg_megatron import loop
+from simreg_megatron.plugin.log import write_scalars
 from simreg_megatron.plugin.loop import begin_run  # that of `loop` takes no log interval
 
 
@@ -23,12 +24,7 @@ class SimRegCallback:
     """Callback for `pretrain(..., callbacks=[SimRegCallback()])`, after `install(config=...)`."""
 
     def on_train_start(self, context: Any) -> None:
-        """Check that SimReg supports the models, and log its settings.
-
-        Raises:
-            RuntimeError: `install(config=...)` was not called before.
-            NotImplementedError: the run builds a model that SimReg does not support.
-        """
+        """Check that SimReg supports the models, and log its settings; call `install(config=...)` before."""
         settings = context.state.cfg
         begin_run(
             context.model,
@@ -51,12 +47,7 @@ class SimRegCallback:
         if not means or dist.get_rank() != dist.get_world_size() - 1:
             return
         print(f" iteration {iteration:8d} | " + " | ".join(f"{name}: {float(means[name]):.6E}" for name in means))
-        tensorboard, wandb = context.state.tensorboard_logger, context.state.wandb_logger
-        for name, value in means.items():
-            if tensorboard is not None:
-                tensorboard.add_scalar(name, value, iteration)
-            if wandb is not None:
-                wandb.log({name: float(value)}, iteration)
+        write_scalars(means, iteration, (context.state.tensorboard_logger, context.state.wandb_logger))
 
     def _logs(self, context: Any, iteration: int) -> bool:
         interval = loop.settings().log_interval or context.state.cfg.logger.log_interval

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from simreg_megatron.notices import refuse
 from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.loop import begin_run
@@ -32,12 +33,9 @@ class ContractError(RuntimeError):
 class Found(NamedTuple):
     """Result of the check on this rank."""
 
-    change: float
-    """|h - g| / |g|, over all parameters of this rank."""
-    changed: int
-    """Parameters whose gradient differs."""
-    parameters: int
-    """Parameters with a gradient."""
+    change: float  # |h - g| / |g|, over all parameters of this rank
+    changed: int  # parameters whose gradient differs
+    parameters: int  # parameters with a gradient
 
     def __str__(self) -> str:
         return (
@@ -88,32 +86,25 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         loss_again, gradients = _run(models, forward_backward)
     repeats = len(gradients) == len(without) and all(map(torch.equal, without, gradients))
     numbers = (part for part in tree_leaves(loss_without) if isinstance(part, Tensor | int | float))
-    if not all(bool(torch.as_tensor(number).isfinite().all()) for number in numbers):
-        raise ContractError(
-            f"the loop reports {loss_without} without SimReg, so nothing can be compared: fix that first"
-        )
-    if not (repeats and _same(loss_without, loss_again)):
-        raise ContractError(
-            "two runs of the same step without SimReg gave different results: forward_backward must use the same data "
-            "each time, finish all gradients, and be deterministic (torch.use_deterministic_algorithms(True) on a GPU)"
-        )
-    if not _same(loss_without, loss_with):
-        raise ContractError(
-            f"the loop reports {loss_with} with SimReg and {loss_without} without, on the same weights and data: "
-            "report the loss that the model returns, which SimReg leaves unchanged"
-        )
-    if num_with != len(without):
-        raise ContractError(
-            f"{len(without)} parameters have a gradient without SimReg and {num_with} with it: "
-            "forward_backward must not return before all gradients are computed"
-        )
-    if not any(moved) and installation.regularizer().is_reached:
-        raise ContractError("no gradient changes with SimReg: its own is too small to change a digit; take real text")
-    if not any(moved):
-        raise ContractError(
-            "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
-            "to the model, and call backward on the loss that it returns"
-        )
+    refuse(
+        (not all(bool(torch.as_tensor(number).isfinite().all()) for number in numbers),
+         f"the loop reports {loss_without} without SimReg, so nothing can be compared: fix that first"),
+        (not (repeats and _same(loss_without, loss_again)),
+         "two runs of the same step without SimReg gave different results: forward_backward must use the same data "
+         "each time, finish all gradients, and be deterministic (torch.use_deterministic_algorithms(True) on a GPU)"),
+        (not _same(loss_without, loss_with),
+         f"the loop reports {loss_with} with SimReg and {loss_without} without, on the same weights and data: "
+         "report the loss that the model returns, which SimReg leaves unchanged"),
+        (num_with != len(without),
+         f"{len(without)} parameters have a gradient without SimReg and {num_with} with it: "
+         "forward_backward must not return before all gradients are computed"),
+        (not any(moved) and installation.regularizer().is_reached,
+         "no gradient changes with SimReg: its own is too small to change a digit; take real text"),
+        (not any(moved),
+         "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
+         "to the model, and call backward on the loss that it returns"),
+        error=ContractError,
+    )  # fmt: skip
     size = math.hypot(*(float(gradient.float().norm()) for gradient in without))
     return Found(math.hypot(*moved) / (size or math.nan), sum(map(bool, moved)), len(without))
 

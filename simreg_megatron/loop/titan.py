@@ -26,6 +26,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.tools.logging import logger
 
 from simreg_megatron.losses import simreg_loss, trial
+from simreg_megatron.notices import refuse
 
 
 class SimRegLoss(ChunkedLossWrapper):
@@ -57,12 +58,7 @@ class SimRegLoss(ChunkedLossWrapper):
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return torchtitan's loss of hidden states [B, T, D] and labels [B, T], with SimReg in its gradient; metrics.
-
-        Raises:
-            NotImplementedError: tensor or context parallelism, or another backend than spmd_types.
-            ValueError: chunks do not divide the rows, or the document mask has no positions.
-        """
+        """Return torchtitan's loss of hidden states [B, T, D], with SimReg in its gradient, and metrics."""
         loss, metrics = super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
         if not pred.requires_grad or self.config.simreg_lambda == 0:  # validation measures cross-entropy alone
             return loss, metrics
@@ -84,14 +80,14 @@ class SimRegLoss(ChunkedLossWrapper):
                 "SimReg in torchtitan expects parallelism.spmd_backend='spmd_types' without tensor or context "
                 "parallelism: set both degrees to 1, or simreg_lambda to 0"
             )
-        size = config.simreg_chunk_size
-        if size < 2 or tokens % size:  # a row does not say where its sequences begin, so 0 cannot mean these
-            raise ValueError(f"simreg_chunk_size {size} must be at least 2 and divide the {tokens} tokens of a row")
-        documents = None
-        if config.simreg_document_mask:
-            if positions is None:
-                raise ValueError("simreg_document_mask needs positions, which a pipeline does not give the loss")
-            documents = (positions == 0).cumsum(1)
+        size, masks = config.simreg_chunk_size, config.simreg_document_mask
+        refuse(  # a row does not say where its sequences begin, so 0 cannot mean these
+            (size < 2 or tokens % size,
+             f"simreg_chunk_size {size} must be at least 2 and divide the {tokens} tokens of a row"),
+            (masks and positions is None,
+             "simreg_document_mask needs positions, which a pipeline does not give the loss"),
+        )  # fmt: skip
+        documents = (positions == 0).cumsum(1) if masks and positions is not None else None
         if not self._is_chosen and hidden_states.is_cuda:
             shape = trial.Shape(batch, tokens, width, size, hidden_states.dtype)
             logger.info("SimReg: %s", trial.choose(shape, hidden_states.device))

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,7 +18,6 @@ from typing import Any
 
 NEWEST_TRIED = (0, 19)  # benchmarks/results/versions.md
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # in the place of a process group of one rank
-_USE_ANOTHER = "use megatron-core 0.12 or newer"
 _GPT = "megatron.core.models.gpt.gpt_model"
 _TRAINING = "megatron.training.training"
 
@@ -41,34 +42,27 @@ class Seam:
         return ".".join(part for part in (self.module, self.owner, self.name) if part)
 
     def holder(self) -> Any:
-        """Return the module or class whose attribute is to be replaced.
-
-        Raises:
-            MegatronSeamError: the module, the class or the function is missing, or takes other parameters.
-        """
+        """Return the module or class whose attribute is to be replaced; MegatronSeamError if this Megatron lacks it."""
+        cause, what, fix = None, f"it has no {self.path}", "use megatron-core 0.12 or newer"
         try:
-            holder: Any = importlib.import_module(self.module)
+            module = importlib.import_module(self.module)
         except ImportError as error:
-            lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
-            fix = _USE_ANOTHER if lacks in ("", self.module.partition(".")[0]) else f"install {lacks}"
-            raise self._missing(f"cannot import {self.module}: {error}", fix) from error
-        if self.owner is not None:
-            holder = getattr(holder, self.owner, None)
-        function = getattr(holder, self.name, None)
-        if function is None:
-            raise self._missing(f"it has no {self.path}")
-        taken = inspect.signature(function).parameters
-        absent = self.parameters - set(taken)
-        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        if absent and not (self.called_by_keyword and passes_on):
-            raise self._missing(f"{self.path} does not take {', '.join(sorted(absent))}")
-        return holder
-
-    def _missing(self, what: str, fix: str = _USE_ANOTHER) -> MegatronSeamError:
-        return MegatronSeamError(
-            f"SimReg cannot use megatron-core {megatron_version()} ({self.purpose}): {what}; "
-            f"{fix} (`simreg-megatron doctor` lists what was found)"
-        )
+            cause, what, lacks = error, f"cannot import {self.module}: {error}", (error.name or "").partition(".")[0]
+            if lacks not in ("", self.module.partition(".")[0]):  # up to 0.16 a source tree needs packages not named
+                fix = f"install {lacks}"
+        else:
+            holder = module if self.owner is None else getattr(module, self.owner, None)
+            if function := getattr(holder, self.name, None):
+                taken = inspect.signature(function).parameters
+                passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+                absent = self.parameters - set(taken)
+                if not absent or (self.called_by_keyword and passes_on):
+                    return holder
+                what = f"{self.path} does not take {', '.join(sorted(absent))}"
+        raise MegatronSeamError(
+            f"SimReg cannot use megatron-core {megatron_version()} ({self.purpose}): {what}; {fix} (`simreg-megatron "
+            "doctor` lists what was found)"
+        ) from cause
 
 
 _GIVEN = frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"})
@@ -92,16 +86,12 @@ MASK_SEAMS = tuple(
 DECODER_SEAM = Seam(
     "megatron.core.transformer.transformer_block", "TransformerBlock", "forward", "states inside the decoder are caught"
 )
-ARGUMENTS_SEAM = Seam(
-    "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
-)
+ARGUMENTS_SEAM = Seam("megatron.training.arguments", None, "add_megatron_arguments", "our flags join Megatron's")
 SETUP_SEAM = Seam(_TRAINING, None, "setup_model_and_optimizer", "what cannot work is refused before step one")
 STEP_SEAM = Seam(_TRAINING, None, "train_step", "a lambda that changes follows the iteration", frozenset({"model"}))
 _LOGGED = frozenset({"total_loss_dict", "iteration", "skipped_iter"})
 LOG_SEAM = Seam(_TRAINING, None, "training_log", "SimReg's values join Megatron's log", _LOGGED)
-HELPERS_SEAM = Seam(
-    "megatron.core.datasets.utils", None, "compile_helpers", "wheels bring these helpers compiled, without a Makefile"
-)
+HELPERS_SEAM = Seam("megatron.core.datasets.utils", None, "compile_helpers", "wheels bring these helpers compiled")
 _CHECKPOINTING = "megatron.training.checkpointing"
 RESUME_SEAM = Seam(_CHECKPOINTING, None, "check_checkpoint_args", "a resume compares its flags with the checkpoint's")
 _SCHEDULER = "megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler"
@@ -112,29 +102,29 @@ SCHEDULER_SEAMS = tuple(
 TRAINING_SEAMS = (ARGUMENTS_SEAM, HELPERS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
 
-def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, also those that a function takes as **kwargs."""
+_signature = functools.lru_cache(maxsize=32)(inspect.signature)
+
+
+def named_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, also those that the function takes as **kwargs."""
     named: dict[str, Any] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        kind = signature.parameters[name].kind
+    for name, value in _signature(function).bind(*args, **kwargs).arguments.items():
+        kind = _signature(function).parameters[name].kind
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return named
 
 
 def model_seams() -> tuple[Seam, ...]:
     """Return the functions in which models compute their loss, GPTModel's first; MegatronSeamError if it has none."""
-    found = _own_seam(FORWARD_SEAMS[0])
-    for forward in FORWARD_SEAMS[1:]:  # not in every release
-        with suppress(MegatronSeamError):
-            found += _own_seam(forward)
+    found: list[Seam] = []
+    for forward in FORWARD_SEAMS:
+        with suppress(*([MegatronSeamError] if found else [])):  # only GPTModel is in every release
+            # `_postprocess`, which schedule plans call without `forward`, or else `forward`, unless it is inherited.
+            own, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
+            seam = seam if seam.name in own else forward
+            if seam.name in vars(seam.holder()):
+                found.append(seam)
     return tuple(found)
-
-
-def _own_seam(forward: Seam) -> list[Seam]:
-    """Return `_postprocess`, which schedule plans call without `forward`, or else `forward`, unless it is inherited."""
-    own, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
-    seam = seam if seam.name in own else forward
-    return [seam] if seam.name in vars(seam.holder()) else []
 
 
 def mask_seams() -> list[Seam]:
@@ -223,11 +213,8 @@ def tensor_and_context_group(model: Any) -> Any:
 
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
-    """Return the group of ranks that train on other sequences, with or without the context ranks.
-
-    Megatron's global group alone has the ranks among which 0.19's --tensor-parallel-num-weight-shards cuts a weight:
-    they train on other sequences, too.
-    """
+    """Return the group of ranks that train on other sequences, with or without the context ranks."""
+    # 0.19's --tensor-parallel-num-weight-shards: in the global group alone are the ranks that share a weight so.
     weight_shards = getattr(getattr(model, "pg_collection", None), "gtp_remat", None)
     model = None if weight_shards is not None and weight_shards.size() > 1 else model
     name = "dp_cp" if with_context else "dp"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,9 @@ from simreg_megatron.config.flags import refuse_idle_settings
 from simreg_megatron.cpu.installed import without_make
 from simreg_megatron.plugin import compat, installation, log, loop, model
 from simreg_megatron.plugin.installation import Installation, Wrapper
-from simreg_megatron.plugin.refusals import WAY_OUT
 
 _AROUND_LOOP: tuple[tuple[compat.Seam, Wrapper], ...] = (
-    (compat.HELPERS_SEAM, without_make),
+    (compat.HELPERS_SEAM, lambda compile_helpers: without_make(compile_helpers)()),
     (compat.SETUP_SEAM, loop.set_up),
     (compat.STEP_SEAM, loop.count_steps),
     (compat.LOG_SEAM, log.report),
@@ -32,10 +30,12 @@ _WITH_FLAGS: tuple[tuple[compat.Seam, Wrapper], ...] = (
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     """Wrap Megatron's functions; see `simreg_megatron.install`."""
     before = installation.installed()
-    if before is not None and before.given_config != config:
-        raise ValueError("SimReg is installed with other settings already: call uninstall() first")
-    if models is not None and config is None:
-        raise ValueError("models are checked against settings: pass both, install(config=..., models=...)")
+    notices.refuse(
+        (before is not None and before.given_config != config,
+         "SimReg is installed with other settings already: call uninstall() first"),
+        (models is not None and config is None,
+         "models are checked against settings: pass both, install(config=..., models=...)"),
+    )  # fmt: skip
     if config is not None and before is None:
         refuse_idle_settings(config)
     try:
@@ -83,7 +83,8 @@ def _install(config: SimRegConfig | None) -> None:
     new = Installation(config, model.catch_inner_states)
     new.model_classes = model_classes
     installation.keep(new)
-    new.wrap_all(wrappers)
+    for seam, wrapper in wrappers:
+        new.wrap(seam.holder(), seam.name, wrapper)
     if config is not None and new.regularizer().config.active:
         model.watch_built(model_classes)
 
@@ -97,24 +98,3 @@ def uninstall() -> None:
             before.clipping.detach()
         installation.keep(None)
         notices.forget()
-
-
-def wrap_model(model_class: type) -> None:
-    """See `simreg_megatron.loop.wrap_model`."""
-    here, name = installation.current(), compat.MODEL_SEAM.name
-    function = vars(model_class).get(name)
-    if function is None:
-        raise ValueError(
-            f"{model_class.__name__} has no {name} of its own, so install() alone reaches it: do not wrap it"
-        )
-    absent = {"hidden_states", "labels"} - set(inspect.signature(function).parameters)
-    if absent:
-        raise ValueError(
-            f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
-            f"let it call Megatron's, {WAY_OUT}"
-        )
-    here.wrap(model_class, name, model.regularize)
-    if not issubclass(model_class, here.model_classes):
-        here.model_classes += (model_class,)
-        if "__init__" in vars(model_class):
-            here.wrap(model_class, "__init__", model.prepare)

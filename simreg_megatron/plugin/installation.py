@@ -5,25 +5,23 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import config_from_args, refuse_idle_adagc, refuse_idle_settings
+from simreg_megatron.config.flags import config_from_args
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.term import Regularizer
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-Wrappers = Iterable[tuple[compat.Seam, Wrapper]]
+Wrapper = Callable[..., Any]  # given the original function and the arguments of a call, it calls the original
 
 
 class Installation:
     """The settings, the wrapped functions, and the models that have passed them.
 
-    Args:
-        config: the settings; None reads them from Megatron's flags, once these are parsed.
-        decoder_wrapper: for the decoder's `forward`, where the settings name states inside.
+    Without `config` the settings are Megatron's flags, once these are parsed. `decoder_wrapper` is for the decoder's
+    `forward`, where the settings name states inside.
     """
 
     def __init__(self, config: SimRegConfig | None, decoder_wrapper: Wrapper) -> None:
@@ -45,10 +43,10 @@ class Installation:
     def regularizer(self) -> Regularizer:
         """Return the regularizer, made at first use: Megatron's flags are parsed by then."""
         if self._regularizer is None:
-            config = self.given_config or _config_of_megatron()
+            config = self.given_config or config_from_args(compat.arguments())
             self._regularizer = Regularizer(config)
             if config.active and config.looks_inside:
-                self.wrap_all([(compat.DECODER_SEAM, self._decoder_wrapper)])
+                self.wrap(compat.DECODER_SEAM.holder(), compat.DECODER_SEAM.name, self._decoder_wrapper)
         return self._regularizer
 
     def begin_run(self) -> Regularizer:
@@ -56,26 +54,15 @@ class Installation:
         self._regularizer = None
         return self.regularizer()
 
-    def known_config(self) -> SimRegConfig | None:
-        """Return the settings; None if Megatron has not parsed its flags yet."""
-        if self.given_config is None and compat.arguments() is None:
-            return None
-        return self.regularizer().config
-
-    def wrap_all(self, wrappers: Wrappers) -> None:
-        for seam, wrapper in wrappers:
-            self.wrap(seam.holder(), seam.name, wrapper)
-
     def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
         """Wrap a function once. A wrapper that is still held after `uninstall()` calls the original."""
         if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
             return
         original = getattr(holder, name)
-        with_simreg = wrapper(original)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return (original if self._over else with_simreg)(*args, **kwargs)
+            return original(*args, **kwargs) if self._over else wrapper(original, *args, **kwargs)
 
         setattr(holder, name, wrapped)
         self._originals.append((holder, name, original, wrapped))
@@ -117,11 +104,3 @@ def keep(new: Installation | None) -> None:
 
 def regularizer() -> Regularizer:
     return current().regularizer()
-
-
-def _config_of_megatron() -> SimRegConfig:
-    args = compat.arguments()
-    config = config_from_args(args)
-    refuse_idle_settings(config)  # those of a YAML file have met no parser of ours
-    refuse_idle_adagc(args)
-    return config

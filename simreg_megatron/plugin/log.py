@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,53 +43,47 @@ def is_log_step(iteration: int) -> bool:
     return iteration % (installation.regularizer().config.log_interval or compat.arguments().log_interval) == 0
 
 
-def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `training_log`: SimReg's and AdaGC's means join its line."""
-    signature = inspect.signature(training_log)
-
-    def with_simreg(*args: Any, **kwargs: Any) -> Any:
-        given = compat.named_arguments(signature, *args, **kwargs)
-        iteration, logs = given["iteration"], is_log_step(given["iteration"])
-        first = bool(given.get("is_first_iteration")) and not logs  # a line of its own, in the middle of an interval
-        here = installation.current()
-        active, clipping = here.regularizer().config.active, here.clipping
-        if not (active or clipping) or not (first or logs):
-            return training_log(*args, **kwargs)
-        total_loss_dict = given["total_loss_dict"]
-        means = reduced_means(reset=not first) if active else {}
-        if clipping is not None:
-            means |= clipping.means(reset=not first)
-        add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
-        if not first:
-            write_scalars(means, iteration)
-        result = training_log(*args, **kwargs)
-        if left_out := left_out_of_console(means):
-            say(f"SimReg at iteration {iteration}, next to Megatron's line, which has no numbers below 0: {left_out}")
-        for name in means:  # interval means, not sums: Megatron must not go on adding to them
-            total_loss_dict.pop(name, None)
-        return result
-
-    return with_simreg
+def report(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's `training_log`: SimReg's and AdaGC's means join its line."""
+    given = compat.named_arguments(training_log, *args, **kwargs)
+    iteration, logs = given["iteration"], is_log_step(given["iteration"])
+    first = bool(given.get("is_first_iteration")) and not logs  # a line of its own, in the middle of an interval
+    here = installation.current()
+    active, clipping = here.regularizer().config.active, here.clipping
+    if not (active or clipping) or not (first or logs):
+        return training_log(*args, **kwargs)
+    total_loss_dict = given["total_loss_dict"]
+    means = reduced_means(reset=not first) if active else {}
+    if clipping is not None:
+        means |= clipping.means(reset=not first)
+    add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
+    if not first:
+        write_scalars(means, iteration)
+    result = training_log(*args, **kwargs)
+    if left_out := left_out_of_console(means):
+        say(f"SimReg at iteration {iteration}, next to Megatron's line, which has no numbers below 0: {left_out}")
+    for name in means:  # interval means, not sums: Megatron must not go on adding to them
+        total_loss_dict.pop(name, None)
+    return result
 
 
 def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]:
-    """Reduce the means over the ranks that saw SimReg. A collective.
-
-    Where SimReg only measures, the values are of a log step alone, and gone afterwards in any case.
-    """
+    """Reduce the means over the ranks that saw SimReg, a collective; what is only measured is gone afterwards."""
     regularizer = installation.regularizer()
     data_group, resets = compat.data_group(model, with_context=True), reset or not regularizer.trains
     means = regularizer.metrics.reduce(data_group, reset=resets)
     return means | regularizer.lambdas() if means else {}
 
 
-def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
-    """Write the means to TensorBoard and Weights & Biases."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+def write_scalars(means: dict[str, Tensor], iteration: int, writers: tuple[Any, Any] | None = None) -> None:
+    """Write the means to TensorBoard and Weights & Biases: `writers`, None on ranks without them, or Megatron's."""
+    if writers is None:
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()  # None on the ranks without them
+        writers = get_tensorboard_writer(), get_wandb_writer()
+    tensorboard, wandb = writers
     for name, value in means.items():
-        if tensorboard:
+        if tensorboard is not None:
             tensorboard.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log({name: value}, iteration)
+        if wandb is not None:
+            wandb.log({name: float(value)}, iteration)

@@ -1,80 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers around Megatron's training loop: flags, set-up, the step's number, checkpoints; and what any loop
-does before its first step and before each one."""
+"""What runs in place of functions of Megatron's loop, and calls them; and what any loop does before a step."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from simreg_megatron.adagc.clipping import Clipping
-from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import adagc_differences_to_checkpoint, adagc_from_args, differences_to_checkpoint
+from simreg_megatron.config import SimRegConfig, flags
 from simreg_megatron.losses import trial
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import forget, log_once, one_line, warn
 from simreg_megatron.objectives.simreg import note_on_lambda
 from simreg_megatron.parallel import learnable
-from simreg_megatron.plugin import compat, installation, log
-from simreg_megatron.plugin.arguments import add_simreg_arguments
+from simreg_megatron.plugin import compat, installation, log, refusals
 from simreg_megatron.plugin.model import watch
-from simreg_megatron.plugin.refusals import (
-    WHOLE_GRAPH,
-    is_whole_graph,
-    refuse_arguments,
-    refuse_models,
-    refuse_rows,
-    refuse_settings,
-    refuse_start_over,
-)
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.plugin.tokens import device_of, open_row_group, rows_dtype
 
 STATE_KEY = "simreg_adagc"  # AdaGC's in the scheduler's part of a checkpoint, which every format of Megatron keeps
 
 
-def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda parser: add_simreg_arguments(add_megatron_arguments(parser))
+def add_flags(add_megatron_arguments: Callable[..., Any], parser: Any) -> Any:
+    return flags.add_simreg_arguments(add_megatron_arguments(parser))
 
 
-def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+def set_up(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        forget()  # where Megatron restarts a run in its process, the log of the new one is whole
-        here, settings = installation.current(), compat.arguments()
-        regularizer = here.begin_run()
-        config = regularizer.config
+    forget()  # where Megatron restarts a run in its process, the log of the new one is whole
+    here, settings = installation.current(), compat.arguments()
+    regularizer = here.begin_run()
+    config, adagc = regularizer.config, flags.adagc_from_args(settings) if here.given_config is None else None
+    here.clipping = None if adagc is None else Clipping(adagc)
+    if config.active:
+        refusals.refuse_arguments(settings, config)
+    if config.active or adagc is not None:
+        refusals.refuse_start_over(settings)
+    built = setup_model_and_optimizer(*args, **kwargs)
+    models, optimizer = built[:2]
+    if config.active:
+        refusals.refuse_models(config, models, here.model_classes)
+        make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
+        if config.document_mask:
+            regularizer.reader.end_of_document = end_of_document()
+    if optimizer is None:  # --skip-train
         here.clipping = None
-        if here.given_config is None and (adagc := adagc_from_args(settings)) is not None:
-            here.clipping = Clipping(adagc)
-        if config.active:
-            refuse_arguments(settings, config)
-        if config.active or here.clipping is not None:
-            refuse_start_over(settings)
-        built = setup_model_and_optimizer(*args, **kwargs)
-        models, optimizer = built[:2]
-        if config.active:
-            refuse_models(config, models, here.model_classes)
-            make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
-            if config.document_mask:
-                regularizer.reader.end_of_document = end_of_document()
-        if optimizer is None:  # --skip-train
-            here.clipping = None
-        if here.clipping is not None:
-            here.clipping.attach(optimizer, compat.unwrapped(models), settings)
-            if config.every > 1:
-                warn(
-                    f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {config.every} it clips "
-                    "most of the term away in the steps with it: drop one of the two"
-                )
-        return built
-
-    return checked
+    if here.clipping is not None:
+        here.clipping.attach(optimizer, compat.unwrapped(models), settings)
+        if config.every > 1:
+            warn(
+                f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {config.every} it clips "
+                "most of the term away in the steps with it: drop one of the two"
+            )
+    return built
 
 
 def end_of_document() -> int:
@@ -98,11 +79,11 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     if not config.active:
         return
     chunks = models if isinstance(models, list) else [models]
-    refuse_models(config, chunks, here.model_classes)
+    refusals.refuse_models(config, chunks, here.model_classes)
     for model in compat.language_models(chunks):
-        refuse_settings(model.config, config)
+        refusals.refuse_settings(model.config, config)
         replicas = functools.partial(compat.data_group, model)
-        refuse_rows(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
+        refusals.refuse_rows(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
         learnable.refuse_without(config, model)
         watch(model)
     make_ready(regularizer, chunks, compat.language_models(chunks)[0].config, micro_batch_size, seq_length)
@@ -111,7 +92,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 def make_ready(
     regularizer: Regularizer, model_chunks: Any, settings: Any, micro_batch_size: int | None, seq_length: int | None
 ) -> None:
-    """Follow a captured step, choose the kernels where the shapes are known, and log one line an objective.
+    """Choose the kernels where the shapes are known, and log one line an objective.
 
     `settings` are Megatron's flags, or in other loops the configuration of the model.
     """
@@ -120,9 +101,9 @@ def make_ready(
     config, models = regularizer.config, compat.language_models(model_chunks)
     inside = set(models) - set(compat.unwrapped(model_chunks))
     installation.current().loss_masks |= dict.fromkeys(inside)  # such a one may count labels of images without a mask
-    if is_whole_graph(settings):
+    if refusals.is_whole_graph(settings):
         regularizer.strength.repeats, regularizer.metrics.has_geometry = True, False
-        log_once(f"SimReg: no geometry is measured with {WHOLE_GRAPH}; the log has its loss and lambda")
+        log_once(f"SimReg: no geometry is measured with {refusals.WHOLE_GRAPH}; the log has its loss and lambda")
     if micro_batch_size and seq_length:
         choose_form(config, models, micro_batch_size, seq_length)
     for model in models:
@@ -166,62 +147,46 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
     regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry
 
 
-def count_steps(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `train_step`: lambda follows its number, and a step that passed SimReg by is an error."""
-    signature = inspect.signature(train_step)
-
-    def with_iteration(*args: Any, **kwargs: Any) -> Any:
-        regularizer = installation.regularizer()
-        if not regularizer.config.active:
-            return train_step(*args, **kwargs)
-        given, settings = compat.named_arguments(signature, *args, **kwargs), compat.arguments()
-        iteration = given.get("iteration")
-        iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
-        is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
-        measures = (is_first and compat.logs_first_step()) or log.is_log_step(iteration + 1)
-        # Megatron counts the iterations of the whole training where it is given samples, too.
-        begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
-        result = train_step(*args, **kwargs)
-        regularizer.refuse_silence(given["model"])
-        return result
-
-    return with_iteration
+def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's `train_step`: lambda follows its number, and a step that passed SimReg by is an error."""
+    regularizer = installation.regularizer()
+    if not regularizer.config.active:
+        return train_step(*args, **kwargs)
+    given, settings = compat.named_arguments(train_step, *args, **kwargs), compat.arguments()
+    iteration = given.get("iteration")
+    iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
+    is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
+    measures = (is_first and compat.logs_first_step()) or log.is_log_step(iteration + 1)
+    # Megatron counts the iterations of the whole training where it is given samples, too.
+    begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
+    result = train_step(*args, **kwargs)
+    regularizer.refuse_silence(given["model"])
+    return result
 
 
-def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
-
-    def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, differences in (("SimReg", differences_to_checkpoint), ("AdaGC", adagc_differences_to_checkpoint)):
-            try:
-                for difference in differences(checkpoint_args, compat.arguments()):
-                    log_once(f"SimReg: {difference}")
-            except Exception as error:  # a damaged record may be anything
-                warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")
-        return check_checkpoint_args(checkpoint_args, *args, **kwargs)
-
-    return compared
+def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
+    records = (("SimReg", flags.OF_SIMREG, flags.config_from_args), ("AdaGC", flags.OF_ADAGC, flags.adagc_from_args))
+    for name, its_flags, read in records:
+        try:
+            for difference in flags.differences(its_flags, read, checkpoint_args, compat.arguments()):
+                log_once(f"SimReg: {difference}")
+        except Exception as error:  # a damaged record may be anything
+            warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")
+    return check(checkpoint_args, *args, **kwargs)
 
 
-def save_adagc(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the scheduler's `state_dict`."""
-
-    def with_adagc(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
-        own = clipping.state_dict() if clipping else {}
-        return {**state, STATE_KEY: own} if own else state
-
-    return with_adagc
+def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the scheduler's `state_dict`, and add AdaGC's."""
+    state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
+    own = clipping.state_dict() if clipping else {}
+    return {**state, STATE_KEY: own} if own else state
 
 
-def load_adagc(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the scheduler's `load_state_dict`."""
-
-    def with_adagc(scheduler: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if clipping := installation.current().clipping:
-            clipping.load_state_dict(state.get(STATE_KEY))
-        elif STATE_KEY in state:
-            log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
-        return load_state_dict(scheduler, state, *args, **kwargs)
-
-    return with_adagc
+def load_adagc(load: Callable[..., Any], scheduler: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the scheduler's `load_state_dict`, and give AdaGC its own."""
+    if clipping := installation.current().clipping:
+        clipping.load_state_dict(state_dict.get(STATE_KEY))
+    elif STATE_KEY in state_dict:
+        log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
+    return load(scheduler, state_dict, *args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers around the model: its loss, constructor and decoder; and the check that no model bypasses them.
+"""What runs in place of functions of the model, and calls them: its loss, constructor and decoder.
 
 A model whose class overrides or replaces the wrapped functions would train without SimReg and say nothing. Megatron's
 own loop is checked for that after each step; each model is, at the end of its forward pass.
@@ -8,9 +8,7 @@ own loop is checked for that after each step; each model is, at the end of its f
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,70 +21,56 @@ from simreg_megatron.plugin.refusals import OTHER_LOSS, WAY_OUT, refuse_decoder
 from simreg_megatron.plugin.term import Regularizer, Terms
 
 
-def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function of a model that is given its final hidden states and the labels, and returns the loss."""
-    signature = inspect.signature(postprocess)
-
-    @functools.wraps(postprocess)
-    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
-        here = installation.installed()
-        # SimReg was uninstalled, but this wrapper is still referenced; or a parent class has a wrapped one, too.
-        if here is None or model in here.entered:
-            return postprocess(model, *args, **kwargs)
-        here.passed.add(model)
-        regularizer = _active(here, model)
-        if regularizer is None:
-            return postprocess(model, *args, **kwargs)
-        given = compat.named_arguments(signature, model, *args, **kwargs) if args else kwargs
-        here.entered.add(model)
-        try:
-            with _behind_output_layer(
-                model, lambda: _terms(here, regularizer, model, given, given["hidden_states"])
-            ) as terms:
-                loss = postprocess(model, *args, **kwargs)
-        finally:
-            here.entered.discard(model)
-        return regularizer.add_to(loss, terms[0])
-
-    return with_simreg
+def regularize(postprocess: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the function of a model that is given its final hidden states and the labels, and returns the loss."""
+    here = installation.installed()
+    # SimReg was uninstalled, but this function is still referenced; or a parent class has a wrapped one, too.
+    if here is None or model in here.entered:
+        return postprocess(model, *args, **kwargs)
+    here.passed.add(model)
+    regularizer = _active(here, model)
+    if regularizer is None:
+        return postprocess(model, *args, **kwargs)
+    given = compat.named_arguments(postprocess, model, *args, **kwargs) if args else kwargs
+    here.entered.add(model)
+    try:
+        with _behind_output_layer(
+            model, lambda: _terms(here, regularizer, model, given, given["hidden_states"])
+        ) as terms:
+            loss = postprocess(model, *args, **kwargs)
+    finally:
+        here.entered.discard(model)
+    return regularizer.add_to(loss, terms[0])
 
 
-def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the `forward` of a model that computes its loss there: hook its decoder, whose output is hidden states."""
-    signature = inspect.signature(forward)
+def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the `forward` of a model that computes its loss there: hook its decoder, whose output is hidden states."""
+    here = installation.current()
+    here.passed.add(model)
+    regularizer = _active(here, model)
+    if regularizer is None:
+        return forward(model, *args, **kwargs)
+    given = compat.named_arguments(forward, model, *args, **kwargs)
+    states: list[Any] = []
 
-    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
-        here = installation.current()
-        here.passed.add(model)
-        regularizer = _active(here, model)
-        if regularizer is None:
-            return forward(model, *args, **kwargs)
-        given = compat.named_arguments(signature, model, *args, **kwargs)
-        states: list[Any] = []
+    def keep(_: Any, __: Any, output: Any) -> None:
+        states.append(output[0] if isinstance(output, tuple) else output)
 
-        def keep(_: Any, __: Any, output: Any) -> None:
-            states.append(output[0] if isinstance(output, tuple) else output)
-
-        handle = model.decoder.register_forward_hook(keep)
-        try:
-            with _behind_output_layer(model, lambda: _terms(here, regularizer, model, given, states[-1])) as terms:
-                loss = forward(model, *args, **kwargs)
-        finally:
-            handle.remove()
-        return regularizer.add_to(loss, terms[0])
-
-    return with_simreg
+    handle = model.decoder.register_forward_hook(keep)
+    try:
+        with _behind_output_layer(model, lambda: _terms(here, regularizer, model, given, states[-1])) as terms:
+            loss = forward(model, *args, **kwargs)
+    finally:
+        handle.remove()
+    return regularizer.add_to(loss, terms[0])
 
 
 @contextlib.contextmanager
 def _behind_output_layer(model: Any, compute: Callable[[], Terms | None]) -> Iterator[list[Terms | None]]:
-    """Call `compute` once inside the block, after the model's output layer; at its end if that is never called.
+    """Call `compute` once inside the block, after the model's output layer or at its end; yield a list for its result.
 
     The output layer and the loss keep a GPU busy for milliseconds, in which the host prepares the terms. Autograd runs
     the newest node first, so that their backward lies between those of the loss and of the output layer.
-
-    Yields:
-        What `compute` returned, in a list.
     """
     terms: list[Terms | None] = []
 
@@ -104,17 +88,16 @@ def _behind_output_layer(model: Any, compute: Callable[[], Terms | None]) -> Ite
     compute_once()
 
 
-def prepare(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the constructor: scalars that an objective trains join the model before it is wrapped or loaded."""
-
-    def prepared(model: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(model, *args, **kwargs)
-        config = installation.current().known_config()
-        if config is not None and config.active:
-            learnable.add_to(model, learnable.wanted(config))
-            watch(model)
-
-    return prepared
+def prepare(initialize: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Call the constructor: scalars that an objective trains join the model before it is wrapped or loaded."""
+    initialize(model, *args, **kwargs)
+    here = installation.current()
+    if here.given_config is None and compat.arguments() is None:  # Megatron has not parsed its flags yet
+        return
+    config = here.regularizer().config
+    if config.active:
+        learnable.add_to(model, learnable.wanted(config))
+        watch(model)
 
 
 def _active(here: Installation, model: Any) -> Regularizer | None:
@@ -153,31 +136,22 @@ def _terms(
     return regularizer.terms(model, hidden_states, labels, loss_mask, given.get("packed_seq_params"))
 
 
-def keep_loss_mask(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what makes (states, labels, loss mask, ...) for a language model, which is then given no mask."""
-
-    def keeping(model: Any, *args: Any, **kwargs: Any) -> Any:
-        made = function(model, *args, **kwargs)
-        if model.language_model is not None:
-            installation.current().loss_masks[compat.language_models(model)[0]] = made[2]
-        return made
-
-    return keeping
+def keep_loss_mask(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call what makes (states, labels, loss mask, ...) for a language model, which is then given no mask."""
+    made = function(model, *args, **kwargs)
+    if model.language_model is not None:
+        installation.current().loss_masks[compat.language_models(model)[0]] = made[2]
+    return made
 
 
-def catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the decoder's `forward`: keep the states that will be trained on or measured."""
-
-    def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        regularizer, is_paused = installation.regularizer(), installation.current().paused
-        config = regularizer.config
-        is_training = decoder.post_process and decoder.training and torch.is_grad_enabled()
-        if is_paused or not (is_training and regularizer.computes):
-            return forward(decoder, *args, **kwargs)
-        refuse_decoder(config, decoder)
-        return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)
-
-    return caught
+def catch_inner_states(forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the decoder's `forward`: keep the states that will be trained on or measured."""
+    regularizer, is_paused = installation.regularizer(), installation.current().paused
+    is_training = decoder.post_process and decoder.training and torch.is_grad_enabled()
+    if is_paused or not (is_training and regularizer.computes):
+        return forward(decoder, *args, **kwargs)
+    refuse_decoder(regularizer.config, decoder)
+    return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)
 
 
 def watch(model: Any) -> None:
@@ -193,17 +167,13 @@ def watch_built(classes: tuple[type, ...]) -> None:
             watch(known)
 
 
-def check_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward`: models whose `forward` is called without their hooks are checked, too."""
-
-    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
-        here = installation.current()
-        here.passed.discard(model)
-        found = forward(model, *args, **kwargs)
-        _refuse_bypass(here, model)
-        return found
-
-    return checked
+def check_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `forward`: models whose `forward` is called without their hooks are checked, too."""
+    here = installation.current()
+    here.passed.discard(model)
+    found = forward(model, *args, **kwargs)
+    _refuse_bypass(here, model)
+    return found
 
 
 def _check_call(model: Any, *_: Any) -> None:

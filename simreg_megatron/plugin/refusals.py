@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, flags of Megatron and models under which SimReg would be wrong, or silent: refused by name.
-
-Every function raises ValueError or NotImplementedError with a sentence that names the cause and the way out.
-"""
+"""Settings, flags of Megatron and models under which SimReg would be wrong, or silent: refused by name."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.notices import refuse
 from simreg_megatron.parallel import heads
 from simreg_megatron.plugin import compat
 
@@ -38,8 +36,7 @@ _SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDat
 def is_whole_graph(settings: Any) -> bool:
     """Return whether Megatron captures a whole step in one CUDA graph, and replays it in later steps.
 
-    Python runs in the capture alone: what changes from step to step must lie in tensors that were there before it, as
-    the factor of lambda and the sums of the log do. What the host decides in each step is refused.
+    Python runs in the capture alone: what changes from step to step must lie in tensors that were there before it.
     """
     asked = f"{getattr(settings, 'cuda_graph_impl', '')} {getattr(settings, 'cuda_graph_scope', '')}"
     return re.search(r"full_iteration(?!_inference)", asked) is not None
@@ -115,7 +112,7 @@ _IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
 )  # fmt: skip
 
 
-def _refuse(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
+def _refuse_rows(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
     for error, condition, sentence in rows:
         if found := condition(args, config):
             raise error(sentence.format(found, args=args))
@@ -124,23 +121,21 @@ def _refuse(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
 def refuse_settings(args: Any, config: SimRegConfig) -> None:
     """Refuse what Megatron's flags and the configuration of its models call by the same names."""
     if is_whole_graph(args):
-        _refuse(_IN_WHOLE_GRAPHS, args, config)
+        _refuse_rows(_IN_WHOLE_GRAPHS, args, config)
     if config.looks_inside:
-        _refuse(_INSIDE_THE_DECODER, args, config)
+        _refuse_rows(_INSIDE_THE_DECODER, args, config)
     if config.layer_numbers:
-        _refuse(_IN_LAYERS, args, config)
+        _refuse_rows(_IN_LAYERS, args, config)
 
 
 def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     """Refuse flags of Megatron under which SimReg would be wrong, or silent."""
     if iterations := getattr(args, "train_iters", None):  # with samples Megatron counts them later
         first, end = -(-config.start_iter // config.every) * config.every, config.schedule.end(iterations)
-        if first >= end:
-            raise ValueError(
-                f"--simreg-every {config.every} has no step before {first}, and SimReg ends at {end}: lower it"
-            )
+        sentence = f"--simreg-every {config.every} has no step before {first}, and SimReg ends at {end}: lower it"
+        refuse((first >= end, sentence))
     refuse_settings(args, config)
-    _refuse(_IN_MEGATRONS_LOOP, args, config)
+    _refuse_rows(_IN_MEGATRONS_LOOP, args, config)
     if fsdp := _flag(args, "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         _refuse_scattered(config, fsdp)
     width, num_sequences = getattr(args, "hidden_size", None), getattr(args, "micro_batch_size", None)
@@ -150,25 +145,23 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
 
 def _refuse_scattered(config: SimRegConfig, by: str) -> None:
     for part in config.parts:
-        if part.meets_heads or part.through_head:
-            who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
-            raise NotImplementedError(
-                f"{who} needs the output layer's rows on each rank, and {by} scatters them: drop one of them"
-            )
+        who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
+        sentence = f"{who} needs the output layer's rows on each rank, and {by} scatters them: drop one of them"
+        refuse((part.meets_heads or part.through_head, sentence), error=NotImplementedError)
 
 
 def refuse_cut(packing: Any, sample_length: int | None, *, is_hybrid: bool = False, rows_split: bool = False) -> None:
     """Refuse a packed row that is cut neither zigzag inside each document nor into one part for each rank."""
-    if is_hybrid and rows_split:
-        raise NotImplementedError(HYBRID)
-    for name, followed in (("qkv_format", ("thd",)), ("cp_partition_mode", ("zigzag", "contiguous"))):
-        if (given := getattr(packing, name, None)) not in (None, *followed):
-            raise NotImplementedError(
-                f"SimReg follows packed rows with {name} {' or '.join(followed)} over context ranks, and here it is "
-                f"{given}: choose that, drop context parallelism, or set --simreg-lambda 0"
-            )
-    if not is_hybrid and packs_pretraining(sample_length):
-        raise NotImplementedError(CUT_AS_ONE)
+    followed = {"qkv_format": ("thd",), "cp_partition_mode": ("zigzag", "contiguous")}
+    refuse(
+        (is_hybrid and rows_split, HYBRID),
+        *((getattr(packing, name, None) not in (None, *values),
+           f"SimReg follows packed rows with {name} {' or '.join(values)} over context ranks, and here it is "
+           f"{getattr(packing, name, None)}: choose that, drop context parallelism, or set --simreg-lambda 0")
+          for name, values in followed.items()),
+        (not is_hybrid and packs_pretraining(sample_length), CUT_AS_ONE),
+        error=NotImplementedError,
+    )  # fmt: skip
 
 
 def packs_pretraining(sample_length: int | None) -> bool:
@@ -196,33 +189,32 @@ def refuse_start_over(args: Any) -> None:
 def refuse_rows(
     config: SimRegConfig, width: int | None, num_sequences: int | None, replicas: Callable[[], Any], *, packed: bool
 ) -> None:
-    """Refuse objectives that can make nothing of micro-batches like these, of which None is not known yet.
+    """Refuse objectives that can make nothing of micro-batches like these: `width` is that of the hidden states.
 
-    Args:
-        width: of the hidden states.
-        num_sequences: in a micro-batch.
-        replicas: returns the group of ranks with other sequences; called where an objective gathers these.
-        packed: whether a row may hold several texts.
+    What is None is not known yet. `replicas`, the group of ranks with other sequences, is called only if an objective
+    gathers these. In `packed` rows there may be several texts.
     """
     for part in config.parts:
-        if part.prefixes and width is not None and part.prefixes[-1] > width - part.record.prefixes_below_width:
-            raise ValueError(
-                f"SimReg objective {part.objective} cannot take {part.prefixes[-1]} features of states of width "
-                f"{width}: give prefixes of at most {width - part.record.prefixes_below_width}"
-            )
-        gathers = part.options.get("gather") == "yes"
-        if part.by_sequence and num_sequences is not None and num_sequences * (replicas().size() if gathers else 1) < 2:
-            whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
-            raise ValueError(
-                f"SimReg objective {part.objective} compares the sequences {whose}, and the micro-batch size is "
-                f"{num_sequences}: give --micro-batch-size 2 or more"
-            )
-        if packed and part.record.takes_rows(part.options):
-            raise NotImplementedError(
-                f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
-                "train unpacked (drop --sft, --use-varlen-dataset and --dataloader-inter-document-masking), or choose "
-                "another objective"
-            )
+        longest = max(part.prefixes, default=0)
+        most = longest if width is None else width - part.record.prefixes_below_width
+        compares, gathers = part.by_sequence and num_sequences is not None, part.options.get("gather") == "yes"
+        ranks = replicas().size() if compares and gathers else 1
+        whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
+        refuse(
+            (longest > most,
+             f"SimReg objective {part.objective} cannot take {longest} features of states of width {width}: give "
+             f"prefixes of at most {most}"),
+            (compares and (num_sequences or 0) * ranks < 2,
+             f"SimReg objective {part.objective} compares the sequences {whose}, and the micro-batch size is "
+             f"{num_sequences}: give --micro-batch-size 2 or more"),
+        )  # fmt: skip
+        refuse(
+            (packed and part.record.takes_rows(part.options),
+             f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
+             "train unpacked (drop --sft, --use-varlen-dataset and --dataloader-inter-document-masking), or choose "
+             "another objective"),
+            error=NotImplementedError,
+        )  # fmt: skip
 
 
 def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[Any, ...]) -> None:
@@ -234,12 +226,10 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
     for model in compat.language_models(model_chunks):
         if not getattr(model, "post_process", True):
             continue
-        if not isinstance(model, model_classes):
-            known, built = " and ".join(known.__name__ for known in model_classes), type(model).__name__
-            lacks = " without a language model on this rank" if hasattr(model, "language_model") else ""
-            raise NotImplementedError(
-                f"SimReg supports only {known}, and this run builds {built}{lacks}: set --simreg-lambda 0"
-            )
+        known, built = " and ".join(known.__name__ for known in model_classes), type(model).__name__
+        lacks = " without a language model on this rank" if hasattr(model, "language_model") else ""
+        sentence = f"SimReg supports only {known}, and this run builds {built}{lacks}: set --simreg-lambda 0"
+        refuse((not isinstance(model, model_classes), sentence), error=NotImplementedError)
         if config.looks_inside:
             refuse_decoder(config, model.decoder)
         for part in config.parts:
@@ -258,30 +248,28 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
             f"SimReg sees only the final states of a {type(decoder).__name__}: drop --simreg-layers and "
             "--simreg-placement"
         )
-    here = [layer.layer_number for layer in decoder.layers]
-    for number in set(config.layer_numbers) - set(here):
-        if here and number > here[-1]:
-            raise ValueError(
-                f"--simreg-layers {number} is beyond the model, whose last layer is {here[-1]}: name others"
-            )
-        raise NotImplementedError(
-            f"--simreg-layers {number} lies on an earlier pipeline stage than the loss, which has layers "
-            f"{f'{here[0]} to {here[-1]}' if here else 'none'}: name layers of that stage, or use fewer stages"
-        )
-    own = decoder.config
-    if own.recompute_granularity == "full" and own.recompute_method == "uniform":  # "block" recomputes layer by layer
-        # Full recompute keeps what enters each group of layers; inside a group the forward pass has no graph.
-        size = own.recompute_num_layers
-        for number in config.layer_numbers:
-            place = here.index(number) + 1
-            if place % size and place != len(here):
-                last = min(number - place % size + size, number - place + len(here))
-                raise NotImplementedError(
-                    f"--simreg-layers {number} lies inside a group of {size} layers that full recompute runs as one: "
-                    f"name the group's last layer, {last}, or set --recompute-num-layers 1 or --recompute-method block"
-                )
-    if config.placement == "pre-norm" and getattr(decoder, "final_layernorm", None) is None:
-        raise NotImplementedError(
-            "--simreg-placement pre-norm needs the final norm on the stage that computes the loss, and it lies on an "
-            "earlier one here: use post-norm, or another pipeline layout"
-        )
+    here, settings = [layer.layer_number for layer in decoder.layers], decoder.config
+    is_grouped = settings.recompute_granularity == "full" and settings.recompute_method == "uniform"
+    # Full recompute keeps what enters each group of layers; "block" recomputes layer by layer.
+    size = settings.recompute_num_layers if is_grouped else 1
+    for number in config.layer_numbers:
+        last = here[-1] if here else number
+        place = here.index(number) + 1 if number in here else size
+        end = min(number - place % size + size, last)  # of its group; inside one, the forward pass has no graph
+        sentence = f"--simreg-layers {number} is beyond the model, whose last layer is {last}: name others"
+        refuse((number > last, sentence))
+        refuse(
+            (number not in here,
+             f"--simreg-layers {number} lies on an earlier pipeline stage than the loss, which has layers "
+             f"{f'{here[0]} to {last}' if here else 'none'}: name layers of that stage, or use fewer stages"),
+            (place % size and number != last,
+             f"--simreg-layers {number} lies inside a group of {size} layers that full recompute runs as one: name the "
+             f"group's last layer, {end}, or set --recompute-num-layers 1 or --recompute-method block"),
+            error=NotImplementedError,
+        )  # fmt: skip
+    sentence = (
+        "--simreg-placement pre-norm needs the final norm on the stage that computes the loss, and it lies on an "
+        "earlier one here: use post-norm, or another pipeline layout"
+    )
+    lacks_norm = config.placement == "pre-norm" and getattr(decoder, "final_layernorm", None) is None
+    refuse((lacks_norm, sentence), error=NotImplementedError)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the hidden states and labels of one micro-batch to SimReg's term, and from there to Megatron's loss.
 
-Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden, A anchors of this rank. Megatron's hidden
-states are [S, B, D], its labels, loss mask and per-token loss [B, T], also where sequence parallelism splits the hidden
-states.
+Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden, A anchors of this rank. Hidden states are
+[S, B, D]; labels, loss mask and per-token loss [B, T], also where sequence parallelism splits the hidden states.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from simreg_megatron.parallel.objectives import objective_terms
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.layers import InnerStates, State
 from simreg_megatron.plugin.refusals import OTHER_LOSS
-from simreg_megatron.plugin.tokens import Reader, Tokens
+from simreg_megatron.plugin.tokens import InnerStates, Reader, Tokens
 
 _NOT_FINITE = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "
@@ -91,12 +89,8 @@ class Regularizer:
     ) -> Terms | None:
         """Compute SimReg's terms of a micro-batch; None in steps in which it neither trains nor measures.
 
-        Args:
-            model: the GPTModel.
-            hidden_states: [S, B, D], what enters the output layer (or, with multi-token prediction, its stack).
-            labels: [B, T] target ids; negative ids are ignored.
-            loss_mask: [B, T], 0 where a token does not count; None counts every token with a label.
-            packed_seq_params: Megatron's description of a row that packs several texts, or None.
+        The hidden states are what enters the output layer (or, with multi-token prediction, its stack). A token counts
+        if its label is not negative and its loss mask not 0; without a mask every label counts.
         """
         self._hidden_size = model.config.hidden_size
         self.has_met_model = True
@@ -110,7 +104,7 @@ class Regularizer:
         with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
             shard, main_states = tokens.shard, tokens.hidden_states
-            states: dict[State, Tensor] = {"final": main_states}
+            states: dict[Any, Tensor] = {"final": main_states}
             if self.config.looks_inside:
                 states = self.inner_states.take(model, main_states)
             with torch.set_grad_enabled(self.trains):
@@ -128,29 +122,31 @@ class Regularizer:
         return Terms(list(weighted), labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
-        """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
-
-        Raises:
-            NotImplementedError: the loss is not [B, T]; or it trains, and the terms have no graph to train through.
-        """
+        """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched."""
         if terms is None:
             return loss_BT
         if loss_BT.shape != terms.labels.shape:
             raise NotImplementedError(OTHER_LOSS)
         for of_objective, total, weight in terms.weighted:
-            _require_finite(total, loss_BT)
+            # Stop the step, without a host sync, if SimReg alone fails: a NaN or inf in one number is one in the sum.
+            # A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other
+            # ranks' states may be lost through these, whose own loss is not finite then.
+            of_loss = loss_BT.detach().sum(dtype=total.dtype)
+            torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)
             if loss_BT.requires_grad:  # a teacher's loss trains nothing
-                self._expect_gradient(of_objective)
+                if not of_objective.requires_grad:
+                    raise NotImplementedError(
+                        "SimReg cannot train here: the hidden states were computed without a graph (all parameters "
+                        "before the output layer are frozen). Train some of those, or set --simreg-lambda 0"
+                    )
+                self._is_sent = True
+                if not self.is_reached:
+                    of_objective.register_hook(lambda _: setattr(self, "is_reached", True))
             loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
         return loss_BT
 
     def refuse_silence(self, model_chunks: Any) -> None:
-        """Raise if a step passed SimReg by; call it after each step.
-
-        Raises:
-            NotImplementedError: the loop's own loss is not computed from the one that the model returned.
-            MegatronSeamError: a model overrides the wrapped function without calling it.
-        """
+        """Raise NotImplementedError or MegatronSeamError if a step passed SimReg by; call it after each step."""
         if self._is_sent and not self.is_reached:
             raise NotImplementedError(
                 "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model "
@@ -190,42 +186,17 @@ class Regularizer:
         return _Part(terms, shown, learned)
 
     def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
-        documents = tokens.documents
-        if documents is not None and "document_mask" in config.idle_settings:
-            documents = None
+        masks_documents = tokens.documents is not None and "document_mask" not in config.idle_settings
         return chunk_views(
             config,
             tokens.shard,
             states.detach() if for_log else states,
             tokens.labels,
             tokens.valid,
-            documents=documents,
+            documents=tokens.documents if masks_documents else None,
             sample_length=tokens.sample_length,
             heads=tokens.heads if config.meets_heads else None,
             iteration=self.strength.iteration,
             for_log=for_log,
             measures=self.metrics.wants_geometry,
         )
-
-    def _expect_gradient(self, term: Tensor) -> None:
-        """Watch for a gradient of this term: without one it trains nothing, and the log would not show it."""
-        if not term.requires_grad:
-            raise NotImplementedError(
-                "SimReg cannot train here: the hidden states were computed without a graph (all parameters before the "
-                "output layer are frozen). Train some of those, or set --simreg-lambda 0"
-            )
-        self._is_sent = True
-        if not self.is_reached:
-            term.register_hook(lambda _: setattr(self, "is_reached", True))
-
-
-def _require_finite(total: Tensor, loss: Tensor) -> None:
-    """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
-
-    A NaN or inf in one number is one in the sum. (-inf would pass: no term or loss of ours is made so.)
-
-    A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other ranks'
-    states may be lost through these, whose own loss is not finite then.
-    """
-    of_loss = loss.detach().sum(dtype=total.dtype)
-    torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one micro-batch on this rank: which part of their sequences they are, which count, what they belong to.
+"""One micro-batch on this rank: which part of their sequences its tokens are, which count; states inside the decoder.
 
 Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.notices import log_once
+from simreg_megatron.notices import log_once, refuse
 from simreg_megatron.parallel.heads import label_rows
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.sequence import Documents, EndTokens, PackedLengths
@@ -50,13 +52,8 @@ class Reader:
     def read(self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packing: Any = None) -> Tokens:
         """Find this rank's tokens; a collective where an objective asks for the output layer's rows.
 
-        Args:
-            hidden_states: [S, B, D], and behind them those of multi-token-prediction depths, which are left out.
-            labels, loss_mask: [B, T].
-            packing: Megatron's `packed_seq_params`.
-
-        Raises:
-            ValueError, NotImplementedError: an objective can make nothing of micro-batches of this shape.
+        `hidden_states` [S, B, D] may be followed by those of multi-token-prediction depths, which are left out; labels
+        and loss mask are [B, T], `packing` Megatron's `packed_seq_params`.
         """
         tp, cp = compat.tensor_group(model), compat.context_group(model, packing)
         sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
@@ -86,21 +83,84 @@ class Reader:
         packs_tuning = cu_seqlens is not None and not packs_pretraining(sample_length)
         if packs_tuning:
             log_once("SimReg: rows pack the samples of a fine-tuning, so tokens are compared inside each sample alone")
-        documents = self._documents(cu_seqlens) if packs_tuning or self.config.document_mask else None
+        documents: Documents | None = None
+        if cu_seqlens is not None and (packs_tuning or self.config.document_mask):
+            documents = PackedLengths(cu_seqlens)
+        elif self.config.document_mask:
+            if self.end_of_document is None:
+                raise RuntimeError(
+                    "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
+                    "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
+                )
+            documents = EndTokens(self.end_of_document)
         main_states = main_hidden_states(hidden_states, shard)
         own_labels, own_valid = shard.held_columns(labels), shard.held_columns(valid)
         return Tokens(shard, own_labels, own_valid, labels, valid, main_states, heads, documents, sample_length)
 
-    def _documents(self, cu_seqlens: Tensor | None) -> Documents:
-        """Return the source of document borders: what the row packs, or the token that ends one."""
-        if cu_seqlens is not None:
-            return PackedLengths(cu_seqlens)
-        if self.end_of_document is None:
-            raise RuntimeError(
-                "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
-                "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
-            )
-        return EndTokens(self.end_of_document)
+
+class InnerStates:
+    """States inside the decoder of the stage that computes the loss: outputs of layers, and what enters the final norm.
+
+    They are caught while the decoder runs, as what the next layer is given: the same tensor as the layer's output, and
+    where activations are recomputed the one that is in the graph. They are kept until the loss is computed.
+    """
+
+    def __init__(self, config: SimRegConfig) -> None:
+        self.config = config
+        self._caught: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()  # by layer number, or "final"
+
+    def catch(self, forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward(decoder, ...)` and keep the wanted states."""
+        caught: dict[Any, Tensor] = {}
+        handles: list[Any] = []
+
+        def watch(module: Any, name: int | str) -> None:
+            def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                caught[name] = args[0] if args else kwargs["hidden_states"]
+
+            if module is not None:
+                handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+
+        numbers, layers = self.config.layer_numbers, list(decoder.layers)
+        final_norm = getattr(decoder, "final_layernorm", None)
+        for layer, following in zip(layers, [*layers, final_norm][1:], strict=True):  # there may be no layer at all
+            if layer.layer_number in numbers:
+                watch(following, layer.layer_number)
+        if self.config.placement == "pre-norm":
+            watch(final_norm, "final")
+        try:
+            output = forward(decoder, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if layers and layers[-1].layer_number in numbers:  # nothing follows it here
+            caught.setdefault(layers[-1].layer_number, output[0] if isinstance(output, tuple) else output)
+        self._caught[decoder] = caught
+        return output
+
+    def forget(self, model: Any) -> None:
+        """Drop the states of a model whose loss is not computed, and their graph."""
+        if self._caught:
+            self._caught.pop(model.decoder, None)
+
+    def take(self, model: Any, final: Tensor) -> dict[Any, Tensor]:
+        """Return the states of `model` that the settings name, in order; `final` is what the last decoder returned."""
+        states = self._caught.pop(model.decoder, {})
+        if self.config.placement == "post-norm":
+            states["final"] = final
+        for layer in self.config.layers:
+            refuse(
+                (layer not in states,
+                 f"the states {'before the final norm' if layer == 'final' else f'of layer {layer}'} did not come by, "
+                 "as this loop does not call the decoder and its layers as modules in training (CUDA graphs and "
+                 "schedules that take layers apart do not, either): let it do so, or drop --simreg-layers and "
+                 "--simreg-placement"),
+                (self.config.trains and layer in states and not states[layer].requires_grad,
+                 f"the states of layer {layer} were computed without a graph (all parameters before it are frozen, or "
+                 "it is recomputed), so SimReg cannot train on them: choose another layer in --simreg-layers"),
+                error=NotImplementedError,
+            )  # fmt: skip
+        return {layer: states[layer] for layer in self.config.layers}
 
 
 def shard_of(model: Any, labels: Tensor, cp: Any) -> SequenceShard:
@@ -145,9 +205,7 @@ def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
     """Drop the states of multi-token-prediction depths, which some stages append after the main ones."""
     rows, main = hidden_states.shape[0], shard.num_rows
     if rows % main:
-        raise RuntimeError(
-            f"SimReg expected {main} hidden states a rank (or a multiple, with MTP), Megatron gave {rows}"
-        )
+        raise RuntimeError(f"SimReg expected {main} states a rank (or a multiple, with MTP), Megatron gave {rows}")
     return hidden_states if rows == main else hidden_states[:main]
 
 

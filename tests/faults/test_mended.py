@@ -11,9 +11,9 @@ import torch
 from launch import checkpoints, launcher
 from launch.flags import LaunchError, flag_names
 from launch.planned import resumed
+from simreg_megatron.config.flags import add_simreg_arguments
 from simreg_megatron.cpu import stand_ins
 from simreg_megatron.plugin import compat, installation, loop
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.refusals import refuse_start_over
 
 
@@ -67,7 +67,7 @@ class TestNoStartAtStep0:
         monkeypatch.setattr(compat, "arguments", lambda: args)
         monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda config: ()))
         with pytest.raises(ValueError, match="holds iter_0000006 and no latest_checkpointed_iter"):
-            loop.set_up(lambda: pytest.fail("a model was built"))()
+            loop.set_up(lambda: pytest.fail("a model was built"))
 
     def test_a_run_that_goes_on_does_so_or_not_at_all(self) -> None:
         from tests.unit.test_launcher import plan

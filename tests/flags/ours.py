@@ -8,8 +8,8 @@ import io
 from hypothesis import strategies as st
 
 from simreg_megatron import objectives
+from simreg_megatron.config.flags import add_simreg_arguments
 from simreg_megatron.objectives import Objective
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 Words = tuple[str, ...]
 

@@ -150,13 +150,13 @@ def overwritten_wrapper() -> None:
 
 def other_model_class() -> None:
     """A model that never passes through the wrapped function."""
-    from simreg_megatron.plugin import loop
+    from simreg_megatron.plugin import refusals
 
     class OtherModel(torch.nn.Module):
         post_process = True
 
-    refuse = loop.refuse_models
-    loop.refuse_models = lambda config, chunks, known: refuse(config, [OtherModel()], known)
+    refuse = refusals.refuse_models
+    refusals.refuse_models = lambda config, chunks, known: refuse(config, [OtherModel()], known)
 
 
 def adagc_local_norms() -> None:
@@ -187,7 +187,8 @@ def adagc_replicas_counted_twice_and_checked() -> None:
     from tests.megatron import watch
 
     watch.adagc()
-    gradients._is_first_rank = lambda parameter: True
+    found = gradients._tensor_rank_and_size
+    gradients._tensor_rank_and_size = lambda parameter: (0, found(parameter)[1])
 
 
 def adagc_instances_counted_twice() -> None:

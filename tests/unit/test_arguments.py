@@ -3,16 +3,19 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from simreg_megatron import SimRegConfig, install
-from simreg_megatron.config.flags import adagc_differences_to_checkpoint as adagc_differences
-from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
+from simreg_megatron.config import flags as ours
+from simreg_megatron.config.flags import adagc_from_args, add_simreg_arguments, config_from_args
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.plugin import installation, loop
-from simreg_megatron.plugin.arguments import add_simreg_arguments
+
+differences_to_checkpoint = partial(ours.differences, ours.OF_SIMREG, config_from_args)
+adagc_differences = partial(ours.differences, ours.OF_ADAGC, adagc_from_args)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,8 +90,9 @@ def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytes
     with pytest.raises(ValueError, match="SimReg objective creg has no effect while lambda is 0"):
         installation.Installation(None, lambda _: ()).regularizer()
     monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(adagc_beta=0.9))
+    monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda _: ()))
     with pytest.raises(ValueError, match="--adagc-beta has no effect without --adagc"):
-        installation.Installation(None, lambda _: ()).regularizer()
+        loop.set_up(lambda: None)
 
 
 def test_installing_settings_without_a_lambda_is_refused() -> None:
@@ -199,7 +203,7 @@ class TestAnUnreadableRecord:
         monkeypatch.setattr(loop.compat, "arguments", lambda: parser().parse_args(line.split()))
         monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda _: ()))
         recorded = argparse.Namespace(**{"simreg_lambda": 1, **record})
-        return loop.compare_with_checkpoint(lambda _: "goes on")(recorded)
+        return loop.compare_with_checkpoint(lambda _: "goes on", recorded)
 
     @pytest.mark.parametrize(("record", "name", "line"), RECORDS)
     def test_a_run_resumes_and_says_so(self, record, name, line, monkeypatch) -> None:

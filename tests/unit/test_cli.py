@@ -16,10 +16,10 @@ import pytest
 
 from simreg_megatron import cli
 from simreg_megatron.cli import doctor
+from simreg_megatron.config.flags import add_simreg_arguments
 from simreg_megatron.cpu.installed import broken_transformer_engine
 from simreg_megatron.notices import SentenceError, one_line
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.tools.tokens import DataError
 from tests.helpers import jobs
 from tests.helpers.old_torch import OLD_TORCH

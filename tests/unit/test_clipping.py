@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaGC is refused by name if it could not know the gradients; a checkpoint's state is restored by name."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,8 +141,8 @@ def test_a_conversion_keeps_the_averages(here: SimpleNamespace, monkeypatch: pyt
     """It loads, saves and ends before there is an optimizer to clip for."""
     before = attached(["a"])
     before._adagc.gammas, before._adagc.steps = torch.tensor([2.0]), 7
-    save = loop.save_adagc(lambda scheduler: {"num_steps": 3})
-    load = loop.load_adagc(lambda scheduler, given: None)
+    save = partial(loop.save_adagc, lambda scheduler: {"num_steps": 3})
+    load = partial(loop.load_adagc, lambda scheduler, given: None)
     here.clipping = before
     written = save(None)
     here.clipping = Clipping(AdaGCConfig())

@@ -102,7 +102,7 @@ def test_python_that_is_not_run_is_there_and_compiles(page: str, first: str) -> 
 def print_flags() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
-    from simreg_megatron.plugin.arguments import add_simreg_arguments
+    from simreg_megatron.config.flags import add_simreg_arguments
 
     parser = add_simreg_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     print("\n" + " ".join(option for action in parser._actions for option in action.option_strings))

@@ -61,7 +61,7 @@ IMPOSSIBLE = [
     ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
     ({"objective": 3}, "SimReg objective must be a word, not 3"),
     ({"lambda_": True}, "of 0 or more, or auto, not True"),
-    ({"lambda_": 1, "layers": ()}, "SimReg layers must name at least one state"),
+    ({"lambda_": 1, "layers": ()}, "SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not"),
     ({"objective": "creg", "lambda_": 1, "objective_options": ("form",)}, "a mapping, pairs, or text .*'form'"),
     ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
     ({"objective": "simreg:1,sigmoid:1", "objective_options": "sigmoid.trains=t", "every": 2}, "leaves scalars"),

@@ -131,9 +131,9 @@ _SCRIPT = """
 import atexit, sys, time
 import torch
 import torch.distributed as dist
-from simreg_megatron.cpu import gloo_threads
+from simreg_megatron.cpu import backend
 
-atexit.register(gloo_threads.settle)
+atexit.register(backend.settle)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 held = dist.new_group([0])  # as Megatron's globals hold its groups to the end
 sys.setswitchinterval(1000)

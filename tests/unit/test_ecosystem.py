@@ -13,6 +13,7 @@ Shapes: T tokens of a packed row, V words, D features.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -256,7 +257,8 @@ def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
     alone = gradients(model, model(row()[0], None, causal(), labels=labels).sum())
     wrap_model(Calls)
     wrap_model(Calls)
-    Calls._postprocess = model_wrappers.regularize(Calls._postprocess)
+    inner = Calls._postprocess
+    Calls._postprocess = functools.wraps(inner)(lambda *args, **given: model_wrappers.regularize(inner, *args, **given))
     both = gradients(model, model(row()[0], None, causal(), labels=labels).sum())
     assert all(torch.equal(alone[name], both[name]) for name in alone)
     assert not torch.allclose(both["decoder.final_layernorm.weight"], wanted.without["decoder.final_layernorm.weight"])

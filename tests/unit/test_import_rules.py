@@ -46,7 +46,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 # Only adagc, cpu, loop, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "objectives": room(),
-    "config": room("objectives"),
+    "config": room("cpu notices objectives"),
     "kernels": room(packages="torch triton"),
     "losses": room("kernels objectives", "torch"),
     "notices": room(packages="torch"),
@@ -56,7 +56,7 @@ LAW = {
     "cpu": room(packages="torch megatron transformer_engine"),
     "plugin": room("adagc config cpu kernels losses measures notices objectives parallel", "torch megatron apex wandb"),
     TOP: room("config plugin"),
-    "loop": room("config losses parallel plugin", "torch megatron torchtitan spmd_types"),
+    "loop": room("config losses notices parallel plugin", "torch megatron torchtitan spmd_types"),
     "pretrain": room("config plugin", "torch megatron"),
     "__main__": room("cpu plugin", "megatron"),
     "tools": room(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import layers, refusals
+from simreg_megatron.plugin import refusals, tokens
 
 
 def test_layers_are_read() -> None:
@@ -92,6 +92,6 @@ def test_a_layer_whose_hook_did_not_fire_is_not_taken_for_the_decoders_output() 
     decoder.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(4)])
     for number, layer in enumerate(decoder.layers, 1):
         layer.layer_number = number
-    states = layers.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
+    states = tokens.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
     states.catch(lambda decoder: torch.zeros(1), decoder)
     assert list(states._caught[decoder]) == [4]

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from simreg_megatron import SimRegConfig, loop
 from simreg_megatron.adagc.clipping import Clipping
+from simreg_megatron.config.flags import add_simreg_arguments
 from simreg_megatron.loop import contract
 from simreg_megatron.parallel import learnable
-from simreg_megatron.plugin import compat, installation
+from simreg_megatron.plugin import compat, installation, refusals
 from simreg_megatron.plugin import loop as plugin_loop
-from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.model import regularize
 from tests.helpers.fixtures import One
 
@@ -48,10 +48,9 @@ class Model(nn.Module):
         self.decoder.layers[0].layer_number = 1
 
     def forward(self, hidden_states: Tensor, labels: Tensor, packed_seq_params: object = None, **more: Any) -> Tensor:
-        return _postprocess(self, hidden_states, labels, packed_seq_params=packed_seq_params, **more)
+        return regularize(_postprocess, self, hidden_states, labels, packed_seq_params=packed_seq_params, **more)
 
 
-@regularize
 def _postprocess(
     model: Model,
     hidden_states: Tensor,
@@ -159,7 +158,7 @@ EXCLUDED = [
 
 @pytest.mark.parametrize(("settings", "of_model", "sentence"), EXCLUDED)
 def test_what_the_models_configuration_excludes_is_refused(settings, of_model, sentence: str, monkeypatch) -> None:
-    monkeypatch.setattr(plugin_loop, "refuse_models", lambda *_: None)  # asks for a real decoder
+    monkeypatch.setattr(refusals, "refuse_models", lambda *_: None)  # asks for a real decoder
     installed(**settings)
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
         loop.begin_run(Model(**of_model))
@@ -210,12 +209,12 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
     monkeypatch.setattr(compat, "arguments", lambda: args)
     attached: list[tuple] = []
     monkeypatch.setattr(Clipping, "attach", lambda *given: attached.append(given))
-    for name in ("choose_form", "open_row_group", "refuse_models"):
-        monkeypatch.setattr(plugin_loop, name, lambda *given: None)
+    for module, name in ((plugin_loop, "choose_form"), (plugin_loop, "open_row_group"), (refusals, "refuse_models")):
+        monkeypatch.setattr(module, name, lambda *given: None)
     installation.keep(installation.Installation(None, lambda config: ()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        plugin_loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))()
+        plugin_loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))
     assert attached[0][1] == "optimizer"
     sentence = "with --simreg-every 2 it clips most of the term away in the steps with it: drop one of the two"
     assert [sentence in str(each.message) for each in caught if "AdaGC" in str(each.message)] == [True] * (every == 2)

@@ -2,6 +2,7 @@
 """Settings under which SimReg would be wrong or silent are refused by name; open log writers get its values."""
 
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -128,7 +129,7 @@ def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
     for rows in (4, 8, 12):
         assert torch.equal(main_hidden_states(states[:rows], shard), states[:4])
     for rows in (3, 5, 7):
-        sentence = rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
+        sentence = rf"expected 4 states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
         with pytest.raises(RuntimeError, match=sentence):
             main_hidden_states(states[:rows], shard)
 
@@ -198,7 +199,7 @@ class Writer:
         self.written.append((name, value.item(), iteration))
 
     def log(self, values: dict, iteration: int) -> None:
-        self.written += [(name, value.item(), iteration) for name, value in values.items()]
+        self.written += [(name, value, iteration) for name, value in values.items()]
 
 
 @pytest.mark.parametrize("there", [("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ()])
@@ -231,7 +232,7 @@ def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.Captur
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(log_interval=5))
     made = installation.Installation(SimRegConfig(lambda_=1), lambda config: ())
     monkeypatch.setattr(installation, "_installation", made)
-    megatrons_log = log.report(megatrons_line)
+    megatrons_log = partial(log.report, megatrons_line)
     megatrons_log({"advanced iterations": 4}, 5, 0)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [

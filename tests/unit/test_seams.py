@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Megatron without a seam is a named error; wrapped functions come back."""
 
-import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,10 +80,9 @@ def test_a_wrapper_that_passes_everything_on_is_no_obstacle(module: ModuleType, 
     assert replace(seam("FitModel"), called_by_keyword=True).holder() is FitModel
     with pytest.raises(compat.MegatronSeamError, match="does not take hidden_states, labels"):
         seam("FitModel").holder()  # called by position, its arguments would have no names
-    signature = inspect.signature(FitModel._postprocess)
-    named = compat.named_arguments(signature, "model", hidden_states=1, labels=2)
+    named = compat.named_arguments(FitModel._postprocess, "model", hidden_states=1, labels=2)
     assert named["hidden_states"] == 1 and named["labels"] == 2
-    plain = compat.named_arguments(inspect.signature(inner), "model", 1, labels=2)
+    plain = compat.named_arguments(inner, "model", 1, labels=2)
     assert plain == {"self": "model", "hidden_states": 1, "labels": 2}
 
 
@@ -130,10 +128,10 @@ def test_a_training_loop_that_cannot_be_imported_is_named() -> None:
 def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FitModel._postprocess
     installation = Installation(None, lambda config: ())
-    installation.wrap(FitModel, "_postprocess", lambda inner: lambda *args: inner(*args))
+    installation.wrap(FitModel, "_postprocess", lambda inner, *args: inner(*args))
     monkeypatch.setattr(FitModel, "_postprocess", original)
     monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
-    installation.wrap(OddModel, "_postprocess", lambda inner: lambda *args: inner(*args))
+    installation.wrap(OddModel, "_postprocess", lambda inner, *args: inner(*args))
     ours = OddModel._postprocess
     with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
         installation.unwrap_all()

@@ -169,7 +169,7 @@ def test_doctor_tries_it(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert cli.main(["doctor", "--gpu"]) == 1 and "torch sees no GPU here" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(doctor, "_device_sentence", lambda: "Device: one")
+    monkeypatch.setattr(doctor, "_device_sentence", lambda _: "Device: one")
     monkeypatch.setattr(doctor, "_train_one_step", lambda: print("a step") or True)
     failure_of = trial.failure_of
     monkeypatch.setattr(trial, "failure_of", lambda impl, *_: failure_of(impl, SHAPE, CPU))
