@@ -7,12 +7,10 @@ your own is made of (docs/objectives.md).
 
 from simreg_megatron.losses._anchored import BlockTerms, cosine_logits, log_sum, mean_over, spread
 from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
-from simreg_megatron.losses.cpretrain import cpretrain_loss
-from simreg_megatron.losses.creg import creg_loss
+from simreg_megatron.losses.baselines import cpretrain_loss, creg_loss, sce_loss
 from simreg_megatron.losses.dispersion import dispersion_loss
 from simreg_megatron.losses.mic import mic_loss
 from simreg_megatron.losses.prefixes_ce import prefixes_ce_loss
-from simreg_megatron.losses.sce import sce_loss
 from simreg_megatron.losses.sigmoid import sigmoid_loss
 from simreg_megatron.losses.sigreg import sigreg_loss
 from simreg_megatron.losses.simcse import simcse_loss

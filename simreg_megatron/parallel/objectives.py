@@ -21,12 +21,10 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses import sigreg, simcse
 from simreg_megatron.losses._anchored import anchored_terms, doubt
 from simreg_megatron.losses._chunks import chunk_length
-from simreg_megatron.losses.cpretrain import cpretrain_terms, scaled
-from simreg_megatron.losses.creg import creg_terms
+from simreg_megatron.losses.baselines import cpretrain_terms, creg_terms, scaled, sce_terms
 from simreg_megatron.losses.dispersion import dispersion_value
 from simreg_megatron.losses.mic import MICOptions, mic_value, pools_tokens
 from simreg_megatron.losses.roles import random_numbers
-from simreg_megatron.losses.sce import sce_terms
 from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.notices import log_once
 from simreg_megatron.objectives.record import Kind

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CReg, SCE and CPretrain: baselines that compare the tokens of a chunk. Shapes: as in `_anchored`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from simreg_megatron.losses._anchored import (
+    REDUCTIONS,
+    BlockTerms,
+    check_choice,
+    check_temperature,
+    cosine_logits,
+    log_sum,
+    mean_over,
+    reduced,
+    spread,
+)
+from simreg_megatron.losses._chunks import Block, checked, is_number, label_pairs, self_pairs
+from simreg_megatron.losses.roles import pair_counts
+from simreg_megatron.losses.simcse import sequence_losses, whole_sequences
+from simreg_megatron.losses.similarity import get_similarity
+from simreg_megatron.objectives.rivals import LARGEST_SCALE, PER_PAIR_TOKENS
+
+
+def creg_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.1,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    form: str = "per_positive",
+    self_positive: str = "never",
+    reduction: str = "mean",
+) -> Tensor:
+    """L_i = mean_{p in P_i} -log( exp(s_ip) / ( exp(s_ip) + sum_{q in N_i} exp(s_iq) ) ), s = cos / tau.
+
+    P_i are the other tokens of the chunk with the label of token i, N_i those with another label. Unlike SimReg, which
+    compares the two sums, every positive must win on its own, and the loss has no upper bound as tau goes to 0.
+
+    Args:
+        embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
+        temperature: tau, above 0.
+        form: "per_positive" is the equation above; "per_pair": mean over p in P_i and q in N_i of
+            softplus(s_iq - s_ip), every pair a problem of its own, for chunks of at most PER_PAIR_TOKENS tokens;
+            "supcon_out": the denominator is the sum over all j != i.
+        self_positive: "always" counts i among P_i, so that every token has a loss; "never" leaves out tokens
+            without another positive.
+        reduction: "none": [b, n] or [n], where each chunk's mean is spread over its tokens; "sum" of these; or
+            "mean" over the valid tokens.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: our adaptation of Yin et al. 2023 to pretraining tokens; the SimReg paper (arXiv 2605.08809) mentions it as
+    a baseline in one sentence. The token-level contrast follows their description; its form and the temperature are our
+    choices. Their second part, consistent predictions under dropout, is left out: pretraining has no dropout, and
+    dropout on the hidden states alone would cost two more products with the output layer, the largest of the model.
+    """
+    block_terms = creg_terms(temperature=temperature, form=form, self_positive=self_positive)
+    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
+
+
+def creg_terms(*, temperature: float = 0.1, form: str = "per_positive", self_positive: str = "never") -> BlockTerms:
+    """The same for the anchors of one block of chunks, its options checked."""
+    check_temperature("temperature", temperature)
+    check_choice("form", form, tuple(_LOSSES))
+    check_choice("self_positive", self_positive, ("never", "always"))
+
+    def terms(block: Block) -> Tensor:
+        logits, (same, negative) = cosine_logits(block, temperature), label_pairs(block)
+        positive = same if self_positive == "always" else same & ~self_pairs(block)
+        losses = _LOSSES[form](logits, positive, negative, (same & ~self_pairs(block)) | negative)
+        have_loss = block.usable  # of all tokens of the chunk, anchors of this rank or not
+        if self_positive == "never":
+            have_loss = pair_counts(block.labels, block.usable, documents=block.documents)[0] > 0
+        return spread(losses, positive.any(dim=-1), have_loss.sum(dim=-1), block.usable)
+
+    return terms
+
+
+def _per_positive(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
+    return mean_over(F.softplus(log_sum(logits, negative).unsqueeze(-1) - logits, threshold=60), positive)
+
+
+def _per_pair(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
+    if logits.shape[-1] > PER_PAIR_TOKENS:
+        raise ValueError(
+            f"form 'per_pair' holds chunk_size^3 numbers, so it needs chunks of at most {PER_PAIR_TOKENS} "
+            f"tokens, got {logits.shape[-1]}: use a smaller chunk size."
+        )
+    pairs = F.softplus(logits.unsqueeze(-2) - logits.unsqueeze(-1), threshold=60)  # [m, p, positive, negative]
+    of_pairs = (positive.unsqueeze(-1) & negative.unsqueeze(-2)).flatten(-2)
+    return mean_over(pairs.flatten(-2), of_pairs)
+
+
+def _supcon_out(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
+    losses = mean_over(log_sum(logits, others).unsqueeze(-1) - logits, positive)
+    return torch.where(others.any(dim=-1), losses, 0.0)  # alone in its chunk
+
+
+_LOSSES = {"per_positive": _per_positive, "per_pair": _per_pair, "supcon_out": _supcon_out}
+
+
+def sce_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.1,
+    target_temperature: float = 0.07,
+    coupling: float = 0.5,
+    target: str = "label",
+    exclude_self: bool = False,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    reduction: str = "mean",
+) -> Tensor:
+    """L_i = - sum_j w_ij log p_ij,  p_i = softmax_j( cos(e_i, k_j) / tau ),  w_ij = c t_ij + (1 - c) s_ij.
+
+    k are the same hidden states without a gradient. t_i is even over the tokens with the label of token i, s_i is
+    softmax_{j != i}( cos(k_i, k_j) / tau_m ): with tau_m below tau the similarities are sharpened. w has no gradient.
+
+    Args:
+        embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
+        temperature, target_temperature: tau and tau_m, above 0.
+        coupling: c, from 0 to 1.
+        target: "label" as above; "instance": t_ij = 1 for j = i alone.
+        exclude_self: leave j = i out of p and t; tokens without another positive then have w = s.
+        reduction: as in `creg_loss`.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: our adaptation of Denize et al. 2023 to pretraining tokens, with their weights and temperatures. Labels
+    instead of instances, and keys from the same forward pass, are our choices: their momentum copy would be a second
+    model that runs on every micro-batch.
+    """
+    block_terms = sce_terms(
+        temperature=temperature,
+        target_temperature=target_temperature,
+        coupling=coupling,
+        target=target,
+        exclude_self=exclude_self,
+    )
+    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
+
+
+def sce_terms(
+    *,
+    temperature: float = 0.1,
+    target_temperature: float = 0.07,
+    coupling: float = 0.5,
+    target: str = "label",
+    exclude_self: bool = False,
+) -> BlockTerms:
+    """The same for the anchors of one block of chunks, its options checked."""
+    check_temperature("temperature", temperature)
+    check_temperature("target_temperature", target_temperature)
+    check_choice("target", target, ("label", "instance"))
+    if not is_number(coupling) or not 0 <= coupling <= 1:
+        raise ValueError(f"coupling must be from 0 to 1, got {coupling!r}.")
+    if exclude_self and target == "instance":
+        raise ValueError("exclude_self leaves target 'instance' without its only entry: use target 'label'.")
+
+    def terms(block: Block) -> Tensor:
+        same, negative = label_pairs(block)
+        itself = self_pairs(block) & same
+        others = (same | negative) & ~itself
+        with torch.no_grad():
+            found = _softmax(_logits(block, block.rows, target_temperature), others)
+            wanted = {"label": same & ~itself if exclude_self else same, "instance": itself}[target]
+            even = wanted.to(found.dtype) / wanted.sum(dim=-1, keepdim=True).clamp(min=1)
+            weights = coupling * even + (1 - coupling) * found
+            if exclude_self:
+                weights = torch.where(wanted.any(dim=-1, keepdim=True), weights, found)
+        logits, members = _logits(block, block.rows.detach(), temperature), others if exclude_self else same | negative
+        losses = (weights * (log_sum(logits, members).unsqueeze(-1) - logits)).sum(dim=-1)
+        counted = block.usable[:, slice(*block.anchors)]
+        return spread(losses, counted, block.usable.sum(dim=-1), block.usable)
+
+    return terms
+
+
+def _logits(block: Block, keys: Tensor, temperature: float) -> Tensor:
+    """cos(e_i, k_j) / tau less that of the token with itself, [m, p, k]."""
+    anchors = block.rows[:, slice(*block.anchors)]
+    return get_similarity("cosine")(anchors, keys, temperature).masked_fill(self_pairs(block), 0.0)
+
+
+def _softmax(logits: Tensor, members: Tensor) -> Tensor:
+    """Over the members of the last dimension; all 0 where there are none."""
+    shares = (logits - log_sum(logits, members).unsqueeze(-1)).exp()
+    return torch.where(members, shares, 0.0)
+
+
+SAME_LABEL = ("masked", "kept")
+
+
+def cpretrain_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.1,
+    same_label: str = "masked",
+    level: str = "token",
+    log_scale: Tensor | None = None,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    reduction: str = "mean",
+) -> Tensor:
+    """L = 1/2 mean_m [ -log softmax_l( cos(a_m, b_l) / tau )_m - log softmax_l( cos(b_m, a_l) / tau )_m ].
+
+    The pairs (a_m, b_m) of a chunk are the consecutive occurrences of each label; all other pairs are negatives. A
+    chunk with fewer than two pairs has loss 0.
+
+    Args:
+        embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
+        temperature: tau, above 0: one over the scale of the original.
+        level: "token" as above; "sequence": the pairs are the means of the two halves of each sequence of the batch;
+            chunks and documents are ignored, and same_label and reduction must be the defaults.
+        log_scale: a trained scalar theta: exp(min(theta, log 100)) replaces 1 / tau. Above the limit theta still gets
+            the gradient at the limit, so that it can come back.
+        same_label: "masked" leaves other pairs of the same label out of both softmaxes; "kept" has them as negatives.
+        reduction: as in `creg_loss`.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: our adaptation of Neelakantan et al. 2022 (symmetric in-batch InfoNCE) to tokens of pretraining. The pairs,
+    the mask, halves for sequences, and a fixed scale by default in the place of a learned one are our choices.
+    """
+    check_choice("level", level, ("token", "sequence"))
+    check_choice("reduction", reduction, REDUCTIONS if level == "token" else ("mean",))
+    check_choice("same_label", same_label, SAME_LABEL if level == "token" else ("masked",))
+    if level == "sequence":
+        return _sequence_loss(embeddings, labels, valid, scaled(temperature, log_scale))
+    block_terms = cpretrain_terms(temperature=temperature, same_label=same_label, log_scale=log_scale)
+    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
+
+
+def _sequence_loss(embeddings: Tensor, labels: Tensor, valid: Tensor | None, temperature: float | Tensor) -> Tensor:
+    embeddings, labels, usable, _ = checked(embeddings, labels, valid)
+    first, second, takes_part = whole_sequences(embeddings, labels, usable, view="halves", pooling="mean")
+    there = sequence_losses(first, second, takes_part, takes_part, 0, temperature)
+    back = sequence_losses(second, first, takes_part, takes_part, 0, temperature)
+    return (there + back).sum() / (2 * takes_part.sum().clamp(min=1))
+
+
+def scaled(temperature: float, log_scale: Tensor | None) -> float | Tensor:
+    """tau, or exp(-min(theta, log 100)) of a trained theta, with derivative 1 inside, or it would stay beyond."""
+    check_temperature("temperature", temperature)
+    if log_scale is None:
+        return temperature
+    return (-(log_scale - (log_scale.detach() - math.log(LARGEST_SCALE)).clamp(min=0))).exp()
+
+
+def cpretrain_terms(
+    *, temperature: float = 0.1, same_label: str = "masked", log_scale: Tensor | None = None
+) -> BlockTerms:
+    """The same for the anchors of one block of chunks, its options checked."""
+    check_choice("same_label", same_label, SAME_LABEL)
+    tau = scaled(temperature, log_scale)
+
+    def terms(block: Block) -> Tensor:
+        logits, own = cosine_logits(block, tau), slice(*block.anchors)
+        same, different = label_pairs(block)
+        follower, leader = _neighbours(block)
+        losses, counted = torch.zeros_like(logits[..., 0]), torch.zeros_like(same[..., 0])
+        for partner, partners in ((follower, leader.any(dim=-1)), (leader, follower.any(dim=-1))):
+            target = partner[:, own]
+            candidates = (different if same_label == "masked" else same | different) & partners.unsqueeze(-2)
+            loss = log_sum(logits, candidates | target) - torch.where(target, logits, 0.0).sum(dim=-1)
+            losses = losses + torch.where(target.any(dim=-1), loss, 0.0) / 2
+            counted = counted | target.any(dim=-1)
+        num_pairs = follower.any(dim=-1).sum(dim=-1)
+        counted = counted & (num_pairs > 1).unsqueeze(-1)
+        return spread(losses, counted, num_pairs, block.usable)
+
+    return terms
+
+
+def _neighbours(block: Block) -> tuple[Tensor, Tensor]:
+    """Return two bool [m, k, k]: whether column j is the next occurrence of row i's label, and the one before."""
+    same, _ = label_pairs(block._replace(anchors=(0, block.labels.shape[-1])))
+    later = same.triu(1)
+    follower = later & (later.cumsum(dim=-1, dtype=torch.int32) == 1)
+    return follower, follower.mT
