@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,15 +113,11 @@ def sce_loss(
     embeddings: Tensor,
     labels: Tensor,
     *,
-    temperature: float = 0.1,
-    target_temperature: float = 0.07,
-    coupling: float = 0.5,
-    target: str = "label",
-    exclude_self: bool = False,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
     chunk_size: int = 0,
     reduction: str = "mean",
+    **options: Any,
 ) -> Tensor:
     """L_i = - sum_j w_ij log p_ij,  p_i = softmax_j( cos(e_i, k_j) / tau ),  w_ij = c t_ij + (1 - c) s_ij.
 
@@ -129,9 +126,9 @@ def sce_loss(
 
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
-        temperature, target_temperature: tau and tau_m, above 0.
-        coupling: c, from 0 to 1.
-        target: "label" as above; "instance": t_ij = 1 for j = i alone.
+        temperature, target_temperature: tau and tau_m, above 0; 0.1 and 0.07 if not given.
+        coupling: c, from 0 to 1; 0.5 if not given.
+        target: "label" (default) as above; "instance": t_ij = 1 for j = i alone.
         exclude_self: leave j = i out of p and t; tokens without another positive then have w = s.
         reduction: as in `creg_loss`.
 
@@ -142,14 +139,7 @@ def sce_loss(
     instead of instances, and keys from the same forward pass, are our choices: their momentum copy would be a second
     model that runs on every micro-batch.
     """
-    block_terms = sce_terms(
-        temperature=temperature,
-        target_temperature=target_temperature,
-        coupling=coupling,
-        target=target,
-        exclude_self=exclude_self,
-    )
-    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
+    return reduced(sce_terms(**options), embeddings, labels, valid, documents, chunk_size, reduction)
 
 
 def sce_terms(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,18 +35,12 @@ def sigmoid_loss(
     embeddings: Tensor,
     labels: Tensor,
     *,
-    temperature: float = 0.1,
-    log_t: Tensor | None = None,
-    bias: float | Tensor = 0.0,
-    param: str = "relative",
-    pair_reduction: str = "anchor",
-    self_positive: str = "never",
     heads: Tensor | None = None,
-    adapter: Tensor | None = None,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
     chunk_size: int = 0,
     reduction: str = "mean",
+    **options: Any,
 ) -> Tensor:
     """L = sum_{i, j in P_i} softplus(-z_ij) + sum_{i, j in N_i} softplus(z_ij),  z_ij = t (cos(e_i, e_j) - b).
 
@@ -54,14 +49,14 @@ def sigmoid_loss(
 
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
-        temperature: 1 / t, above 0.
+        temperature: 1 / t, above 0; 0.1 if not given.
         log_t: a trained scalar theta: t = exp(theta) replaces 1 / temperature.
-        bias: b; a scalar tensor is trained.
-        param: "relative": bias is b, the cosine at which a pair changes sides. "absolute": bias is t b.
-        pair_reduction: "anchor": each token has the sum over its pairs. "pair": the mean over the pairs of a chunk.
-            "balanced": half the mean over its positive pairs and half that over its negative ones, as positives are
-            rare. The latter two are spread over the chunk's tokens, so that a chunk weighs as much as it has tokens.
-        self_positive: "never"; "always": j = i is a positive pair, which moves t and b alone, as its cosine is 1.
+        bias: b, 0 if not given; a scalar tensor is trained.
+        param: "relative" (default): bias is b, the cosine at which a pair changes sides. "absolute": bias is t b.
+        pair_reduction: "anchor" (default): each token has the sum over its pairs. "pair": the mean over the pairs of a
+            chunk. "balanced": half the mean over its positive pairs and half that over its negative ones, as positives
+            are rare. The latter two are spread over the chunk's tokens: a chunk weighs as much as it has tokens.
+        self_positive: "never" (default); "always": j = i is a positive pair, whose cosine is 1: it moves t and b alone.
         heads: shape of embeddings: e_i is compared with heads_j instead of e_j, also for j = i. For the output layer's
             row of each label: a frozen second modality, as heads get no gradient. A token whose head is exactly zero
             is left out, too.
@@ -77,16 +72,7 @@ def sigmoid_loss(
     Source: Bangachev, Bresler, Noman and Polyanskiy 2025, for pairs of two modalities; pairs from labels inside one,
     and both means, are our choices. The sign of b is theirs: that of SigLIP's code is minus t b.
     """
-    block_terms = sigmoid_terms(
-        temperature=temperature,
-        log_t=log_t,
-        bias=bias,
-        param=param,
-        pair_reduction=pair_reduction,
-        self_positive=self_positive,
-        headed=heads is not None,
-        adapter=adapter,
-    )
+    block_terms = sigmoid_terms(headed=heads is not None, **options)
     if heads is not None:
         check_tokens(embeddings, labels, valid, documents, chunk_size)
         if heads.shape != embeddings.shape:
