@@ -22,18 +22,21 @@ def full_float32() -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    settings, allowed_by = torch.backends.cuda.matmul, _allows_rounding()
-    on_cpu = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on it has a setting of its own
+    settings, coarse = torch.backends.cuda.matmul, None
     exact: list[tuple[Any, str, Any]] = []
-    if allowed_by is not None:
-        exact.append((settings, allowed_by, {"allow_tf32": False, "fp32_precision": "ieee"}[allowed_by]))
+    try:
+        if settings.allow_tf32:
+            # "high" and "medium" both read as allow_tf32: which of them it was must be given back, too.
+            coarse = torch.get_float32_matmul_precision()
+            exact.append((settings, "allow_tf32", False))
+    except RuntimeError:  # torch 2.9 has another name for it, and refuses the old one (TunableOp too) if they disagree
+        exact.append((settings, "fp32_precision", "ieee"))
+    on_cpu = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on it has a setting of its own
     if getattr(on_cpu, "fp32_precision", "ieee") not in ("ieee", "none"):
         exact.append((on_cpu, "fp32_precision", "ieee"))
     if getattr(settings, "allow_fp16_accumulation", False):  # torch refuses a float16 product into float32 with it
         exact.append((settings, "allow_fp16_accumulation", False))
     before = [(holder, name, getattr(holder, name)) for holder, name, _ in exact]
-    # "high" and "medium" both read as allow_tf32: which of them it was must be given back, too.
-    coarse = torch.get_float32_matmul_precision() if allowed_by == "allow_tf32" else None
     for each in exact:
         setattr(*each)
     try:
@@ -43,18 +46,6 @@ def full_float32() -> Iterator[None]:
             setattr(*each)
         if coarse == "medium":
             torch.set_float32_matmul_precision(coarse)
-
-
-def _allows_rounding() -> str | None:
-    """Return the name of the setting that allows TensorFloat-32 in products, or None if none does.
-
-    Torch 2.9 gave it a new name, and raises wherever the old one is read (TunableOp does) while the two disagree. So
-    the name that was used, by the program or its environment, is the one to change.
-    """
-    try:
-        return "allow_tf32" if torch.backends.cuda.matmul.allow_tf32 else None
-    except RuntimeError:  # they disagree already
-        return "fp32_precision"
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:

@@ -17,6 +17,14 @@ from simreg_megatron.measures.geometry import pair_cosines
 PRODUCTS = ("mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "matmul")
 
 
+def allows_rounding() -> str | None:
+    """Return the setting that allows TensorFloat-32 in products, or None if none does."""
+    try:
+        return "allow_tf32" if torch.backends.cuda.matmul.allow_tf32 else None
+    except RuntimeError:  # the two names of it disagree
+        return "fp32_precision"
+
+
 class Settings(TorchDispatchMode):
     """Return whether each product of floats found TensorFloat-32 allowed."""
 
@@ -26,7 +34,7 @@ class Settings(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in PRODUCTS:
-            self.allowed.append(precision._allows_rounding() is not None)
+            self.allowed.append(allows_rounding() is not None)
         return func(*args, **(kwargs or {}))
 
 
@@ -121,7 +129,7 @@ def test_the_tiled_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(name: str, product: Any) -> Any:
         def telling(*args: Any, **kwargs: Any) -> Any:
-            met.append(f"{name} {precision._allows_rounding()}")
+            met.append(f"{name} {allows_rounding()}")
             return product(*args, **kwargs)
 
         return telling
@@ -157,7 +165,7 @@ def test_the_setting_is_given_back_also_after_an_error(way: Callable[[], None]) 
         product(torch.ones(2, 3), torch.ones(2, 3))
     assert settings_of_products() == before
     with full_float32():
-        assert precision._allows_rounding() is None
+        assert allows_rounding() is None
         assert not HAS_NEW_NAME or torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none"), "bfloat16 on a CPU"
         assert torch.backends.cuda.matmul.allow_tf32 is False, "no error either, where TunableOp reads it"
     assert settings_of_products() == before
