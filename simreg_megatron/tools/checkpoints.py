@@ -101,11 +101,14 @@ def check_archive(data: bytes, where: str) -> None:
 
 
 def check_pickle(data: bytes, where: str) -> None:
-    """Check the names in a pickle, and in the pickles of its `io.BytesIO` objects; `where` begins the error message."""
-    reader = _Reader(io.BytesIO(data))
-    reader.where, reader.in_streams = where, []
-    reader.load()
-    for value in reader.in_streams:
+    """Check the names in pickles that follow each other, and in those of their `io.BytesIO`; errors say `where`."""
+    stream = io.BytesIO(data)
+    in_streams: list[Any] = []
+    while stream.tell() < len(data):
+        reader = _Reader(stream)
+        reader.where, reader.in_streams = where, in_streams
+        reader.load()
+    for value in in_streams:
         content = value[0] if isinstance(value, tuple) else value  # a BytesIO is made of bytes, or of a state with them
         if not isinstance(content, bytes):
             _refuse(where, f"a BytesIO of {type(content).__name__}")
@@ -136,8 +139,7 @@ class _Stub:
     values: list[Any] | None = None
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
-        stub = super().__new__(cls)
-        stub.__setstate__(*values, *named.values())
+        (stub := super().__new__(cls)).__setstate__(*values, *named.values())
         return stub
 
     def __setstate__(self, *values: Any) -> None:
@@ -148,5 +150,5 @@ class _Stub:
 
 
 def _refuse(where: str, name: str) -> NoReturn:
-    advice = "it may have been made to run code. Nothing was run; get the checkpoint from where it was trained"
-    raise CheckpointError(f"{where} names {name}, which no Megatron checkpoint needs: {advice}")
+    advice = "nothing was run; get the checkpoint from where it was trained"
+    raise CheckpointError(f"{where} names {name}, which no Megatron checkpoint needs and may run code: {advice}")

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token ids: the tokenizers that make them, and Megatron's .bin/.idx pairs that hold them.
 
-A tokenizer is a sentencepiece `.model`, or a Hugging Face folder or name. PREFIX.bin holds all token ids. PREFIX.idx
-holds, after a header, the length (int32) and the byte offset (int64) of every sequence, and the number of sequences
-before the end of every document (int64). A document is one sequence here; an empty one has none. The bytes are those of
-Megatron's IndexedDatasetBuilder, whose import takes seconds and a GPU.
+A tokenizer is a sentencepiece `.model`, or a Hugging Face folder or name. PREFIX.bin holds all token ids, PREFIX.idx a
+header, length (int32) and byte offset (int64) of each sequence, and how many end before each end of a document (int64).
+The bytes are those of Megatron's IndexedDatasetBuilder, whose import takes seconds and a GPU.
 """
 
 import argparse

@@ -138,6 +138,8 @@ def test_a_pickle_inside_of_a_state(is_archive: bool, protocol: int, sprung: Pat
         check_pickle(pickle.dumps([io.BytesIO(inner)], max(2, protocol)), "it")
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         check_archive(archive_of([io.BytesIO(inner)]).getvalue(), "it")
+    with pytest.raises(CheckpointError, match=r"posix\.system"):  # after another pickle
+        check_pickle(pickle.dumps(io.BytesIO(pickle.dumps(1) + pickle.dumps(trap))), "it")
     numbers = Calls(bytes, list(inner))
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         check_pickle(pickle.dumps(Calls(io.BytesIO, numbers), protocol), "it")
