@@ -35,11 +35,8 @@ def settings() -> Iterator[dict[str, Any]]:
     from simreg_megatron import objectives
     from simreg_megatron.config import simreg as config
 
-    choices = {
-        "similarity": config.SIMILARITIES, "group_reduce": config.GROUP_REDUCTIONS, "scope": config.SCOPES,
-        "self_positive": config.SELF_POSITIVES, "chunk_weight": config.CHUNK_WEIGHTS,
-    }  # fmt: skip
-
+    names = "similarity", "group_reduce", "scope", "self_positive", "chunk_weight"
+    choices = {name: config.CHOICES[name] for name in names}
     for objective in objectives.BUILT_IN.values():
         weight = {"lambda_": 2.0} if objective.trains else {}
         base = {"objective": objective.name, "temperature": 0.1, "chunk_size": 24, **weight}

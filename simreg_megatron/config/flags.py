@@ -11,9 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from simreg_megatron import objectives
-from simreg_megatron.config import simreg as choices
 from simreg_megatron.config.adagc import ADAGC_VARIANTS, AdaGCConfig
-from simreg_megatron.config.simreg import SimRegConfig
+from simreg_megatron.config.simreg import CHOICES, SimRegConfig
 from simreg_megatron.config.values import as_typed, spoken
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.notices import one_line, refuse
@@ -41,38 +40,31 @@ class Flag:
         return self.name.lstrip("-").replace("-", "_")
 
 
-def _flags(family: str, record: type, helps: dict[str, str]) -> tuple[Flag, ...]:
-    """Make a flag for each of these fields of a record."""
+def _flags(family: str, record: type, choices: dict[str, tuple[str, ...]], helps: dict[str, str]) -> tuple[Flag, ...]:
+    """Make a flag for each of these fields of a record; `choices` are named before the help."""
     kinds = {"int": int, "float": float, "bool": None}
     parse = {field.name: kinds.get(str(field.type).partition(" | None")[0], str) for field in fields(record)}
     names = {field: family + field.rstrip("_").replace("_", "-") for field in helps}
-    return tuple(Flag(names[field], field, parse[field], text) for field, text in helps.items())
+    before = {field: f"one of {', '.join(known)}: " for field, known in choices.items()}
+    return tuple(Flag(names[field], field, parse[field], before.get(field, "") + text) for field, text in helps.items())
 
 
-def _one_of(values: tuple[str, ...]) -> str:
-    return "one of " + ", ".join(values)
-
-
-OF_SIMREG = _flags("--simreg-", SimRegConfig, {
+OF_SIMREG = _flags("--simreg-", SimRegConfig, CHOICES, {
     "lambda_": "weight of the term relative to the next-token loss: a number, or auto for 10*sqrt(hidden/1024); 0 is "
     "plain Megatron (default 0)",
     "temperature": "temperature tau, which divides the similarities (default 0.01; other objectives have their own)",
     "chunk_size": "tokens per chunk; only tokens of one chunk are compared; 0 compares whole sequences (default 1024)",
-    "scope": _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every layout, or on what each rank "
-    "holds (default exact)",
-    "similarity": _one_of(choices.SIMILARITIES) + ": how two states are compared (default cosine)",
-    "objective": _one_of(objectives.names()) + " (measures SimReg in log steps and does not train on it), or several "
-    "with their weights: simreg:auto,sigreg:0.05 (default simreg)",
+    "scope": "cut chunks on the sequence, the same in every layout, or on what each rank holds (default exact)",
+    "similarity": "how two states are compared (default cosine)",
+    "objective": f"one of {', '.join(objectives.names())} (measures SimReg in log steps and does not train on it), or "
+    "several with their weights: simreg:auto,sigreg:0.05 (default simreg)",
     "objective_options": "the objective's own options, as name=value separated by commas: form=supcon_out,"
     "self_positive=never",
     "layers": "layers whose outputs get the term: final, or numbers from 1 such as 12,24,final (default final)",
-    "placement": _one_of(choices.PLACEMENTS) + ": take the final states after the last norm or before it (default "
-    "post-norm)",
-    "group_reduce": _one_of(choices.GROUP_REDUCTIONS) + ": over the positives, and over the negatives, of a token "
-    "(default sum)",
-    "self_positive": _one_of(choices.SELF_POSITIVES) + ": when a token is its own positive (default always)",
-    "chunk_weight": _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one sequence are weighed against each other "
-    "(default token)",
+    "placement": "take the final states after the last norm or before it (default post-norm)",
+    "group_reduce": "over the positives, and over the negatives, of a token (default sum)",
+    "self_positive": "when a token is its own positive (default always)",
+    "chunk_weight": "how the chunks of one sequence are weighed against each other (default token)",
     "document_mask": "tokens of different documents never meet (default: in packed rows of fine-tuning alone)",
     "start_iter": "iterations before the term begins; warm-up and schedule count from there: in a job that is under "
     "way, the iteration that it goes on from (default 0)",
@@ -83,16 +75,15 @@ OF_SIMREG = _flags("--simreg-", SimRegConfig, {
     "never)",
     "every": "compute the term only in every N-th step, with N times the weight: not the same objective, but equal in "
     "expectation where no gradient is clipped (default 1)",
-    "impl": _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default auto: on a GPU triton where it "
-    "is right, else tiled)",
+    "impl": "which code computes the loss (default auto: on a GPU triton where it is right, else tiled)",
     "log_interval": "iterations between SimReg's values in the log, a multiple of --log-interval, which is the default",
 })  # fmt: skip
-OF_ADAGC = _flags("--adagc-", AdaGCConfig, {
+OF_ADAGC = _flags("--adagc-", AdaGCConfig, {"variant": ADAGC_VARIANTS}, {
     "lambda_rel": "how far a parameter's gradient norm may rise above its moving average (default 1.04)",
     "lambda_abs": "largest global norm during the warm-up (default: --clip-grad's)",
     "beta": "decay of the moving averages (default 0.99)",
     "warmup_iters": "steps that are clipped by their global norm (default 100)",
-    "variant": _one_of(ADAGC_VARIANTS) + ": what the averages follow (default clipped)",
+    "variant": "what the averages follow (default clipped)",
 })  # fmt: skip
 
 

@@ -12,13 +12,8 @@ from simreg_megatron import objectives
 from simreg_megatron.config import values
 from simreg_megatron.config.schedule import Schedule, parsed
 from simreg_megatron.notices import refuse
+from simreg_megatron.objectives import built_in
 from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar, checked_options
-from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, authors_lambda
-
-SCOPES = ("exact", "local")
-PLACEMENTS = ("post-norm", "pre-norm")
-SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
-IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class SimRegConfig:
         refuse(
             *((getattr(self, name) not in choices,
                f"unknown SimReg {name.replace('_', ' ')} {getattr(self, name)!r}: choose from {', '.join(choices)}")
-              for name, choices in _CHOICES.items())
+              for name, choices in CHOICES.items())
         )  # fmt: skip
         object.__setattr__(self, "objective_options", checked_options(record, self.objective_options))
         has_none = record.temperature is None and self.temperature is not None
@@ -252,11 +247,12 @@ class SimRegConfig:
 
     def weight(self, hidden_size: int) -> float:
         """lambda as a number for a model of this width, that of the authors' rule if it is "auto"."""
-        return authors_lambda(hidden_size) if self.lambda_ == "auto" else float(self.lambda_)
+        return built_in.authors_lambda(hidden_size) if self.lambda_ == "auto" else float(self.lambda_)
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
-_CHOICES = {
-    "scope": SCOPES, "placement": PLACEMENTS, "similarity": SIMILARITIES, "group_reduce": GROUP_REDUCTIONS,
-    "self_positive": SELF_POSITIVES, "chunk_weight": CHUNK_WEIGHTS, "impl": IMPLEMENTATIONS,
+CHOICES = {
+    "scope": ("exact", "local"), "placement": ("post-norm", "pre-norm"), "impl": built_in.IMPLEMENTATIONS,
+    "similarity": ("cosine", "dot", "qnorm", "dnorm", "learnable"), "group_reduce": built_in.GROUP_REDUCTIONS,
+    "self_positive": built_in.SELF_POSITIVES, "chunk_weight": built_in.CHUNK_WEIGHTS,
 }  # fmt: skip

@@ -25,7 +25,7 @@ from simreg_megatron.losses._chunks import Block, checked, is_number, label_pair
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.simcse import sequence_losses, whole_sequences
 from simreg_megatron.losses.similarity import get_similarity
-from simreg_megatron.objectives.rivals import LARGEST_SCALE, PER_PAIR_TOKENS
+from simreg_megatron.objectives.built_in import LARGEST_SCALE, PER_PAIR_TOKENS
 
 
 def creg_loss(

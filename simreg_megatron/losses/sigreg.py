@@ -21,7 +21,7 @@ from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
 from simreg_megatron.losses._chunks import checked, chunk_length
 from simreg_megatron.losses.roles import seeded_generator
 from simreg_megatron.losses.similarity import unit_rows
-from simreg_megatron.objectives.rivals import UNSCALED
+from simreg_megatron.objectives.built_in import UNSCALED
 
 ESTIMATORS = ("mean", "epps-pulley")
 NORMALIZATIONS = ("sqrt-d", "unit", "none")

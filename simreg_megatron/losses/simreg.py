@@ -20,11 +20,8 @@ from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_tem
 from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
-from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
+from simreg_megatron.objectives.built_in import CHUNK_WEIGHTS, FORMS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
 
-FORMS = ("triton", "tiled")
-"""Names of the fast forms; see `form_named`."""
-IMPLEMENTATIONS = ("auto", "reference", *reversed(FORMS))
 AUTO: dict[tuple[str, torch.dtype], str] = {}
 """The form behind "auto" by kind of device and type of the rows, if one was tried; else tiled."""
 

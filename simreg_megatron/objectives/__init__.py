@@ -14,14 +14,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
+from simreg_megatron.objectives.built_in import OBJECTIVES
 from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, Options, Scalar
-from simreg_megatron.objectives.rivals import RIVALS
-from simreg_megatron.objectives.simreg import NONE, PLACEBO, SIMREG
 
 __all__ = ["BUILT_IN", "GROUP", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
 GROUP = "simreg_megatron.objectives"
-BUILT_IN = {each.name: each for each in (SIMREG, *RIVALS, PLACEBO, NONE)}
+BUILT_IN = {each.name: each for each in OBJECTIVES}
 
 
 @functools.cache

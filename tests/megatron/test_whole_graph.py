@@ -143,7 +143,7 @@ def activate() -> None:
 
 def frozen_lambda() -> None:
     """Lambda as a number of the host: that of the captured step."""
-    from simreg_megatron.measures.strength import Strength
+    from simreg_megatron.plugin.term import Strength
 
     activate()
     weight = Strength.weight

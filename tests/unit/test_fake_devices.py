@@ -24,8 +24,8 @@ from benchmarks.fake_ranks import Layout, as_rank
 from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.simreg import IMPLEMENTATIONS
 from simreg_megatron.losses import roles, sigreg
+from simreg_megatron.objectives.built_in import IMPLEMENTATIONS
 from simreg_megatron.parallel import learnable
 from simreg_megatron.parallel import objectives as terms
 from simreg_megatron.plugin.term import Regularizer
