@@ -75,7 +75,7 @@ TABLES = {
         "benchmarks --device cpu --output benchmarks/results",
         25,
         ("simreg_megatron/kernels/**/*.py", "simreg_megatron/losses/simreg.py", "simreg_megatron/losses/_chunks.py",
-         "simreg_megatron/losses/roles.py", "simreg_megatron/losses/similarity.py",
+         "simreg_megatron/losses/roles.py", "simreg_megatron/losses/_anchored.py",
          *(f"benchmarks/{name}.py" for name in ("__main__", "cases", "measure"))),
     ),
 }  # fmt: skip

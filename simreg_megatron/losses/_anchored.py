@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame of the baselines: one term per anchor, chunk by chunk, with the masks, borders and shards of SimReg.
 
+Similarities are shifted logits: s(a, k) = (sim(a, k) - sim(a, a)) / temperature. The shift cancels in losses that
+compare log-sums of one anchor, and keeps float32 exact where it matters: an anchor's own logit is 0, so nothing of size
+1 / temperature is added and taken away again. It is differentiable on purpose: callers set the own logit to 0.
+
 Shapes: b sequences, n tokens, d features; chunks of k tokens, folded with the batch into m chunks; p anchors of each.
 """
 
@@ -12,9 +16,76 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import no_autocast
-from simreg_megatron.losses._chunks import Block, Span, blocks, by_sequence, checked, is_number, self_pairs
-from simreg_megatron.losses.similarity import get_similarity
+from simreg_megatron.kernels.precision import no_autocast, product
+from simreg_megatron.losses._chunks import Block, Span, block_of, by_sequence, checked, is_number, self_pairs, stretches
+
+Similarity = Callable[[Tensor, Tensor, float], Tensor]  # (anchors [..., p, d], keys [..., q, d], tau) -> [..., p, q]
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Divide by the norm along the last dimension, for any scale that the dtype can hold.
+
+    The largest entry is divided out first, so that squares neither overflow nor vanish. The result does not
+    depend on that divisor, which is why it needs no gradient.
+    """
+    scaled = rows / rows.detach().abs().amax(dim=-1, keepdim=True)
+    return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+
+
+def _cosine(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """(cos(a, k) - 1) / temperature."""
+    return (product(unit_rows(anchors), unit_rows(keys).mT) - 1.0) / temperature
+
+
+def _dot(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """(<a, k> - ||a||^2) / temperature."""
+    return (product(anchors, keys.mT) - anchors.square().sum(dim=-1, keepdim=True)) / temperature
+
+
+def _qnorm(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """(<a / ||a||, k> - ||a||) / temperature: a long key counts for more."""
+    return (product(unit_rows(anchors), keys.mT) - _norms(anchors)) / temperature
+
+
+def _dnorm(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """||a|| (cos(a, k) - 1) / temperature: a long anchor is judged at a lower temperature."""
+    return _norms(anchors) * _cosine(anchors, keys, temperature)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+
+
+def learnable(query: Tensor, key: Tensor) -> Similarity:
+    """<a, k> / (||a||^gamma_q ||k||^gamma_d), each gamma the sigmoid of a trained scalar; 0 is halfway to the cosine.
+
+    gamma (1, 1) is the cosine, (0, 0) dot, (1, 0) qnorm and (0, 1) dnorm. Source: arXiv 2602.09229.
+    """
+    gamma_q, gamma_d = torch.sigmoid(query), torch.sigmoid(key)
+
+    def logits(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        anchor_norms, key_norms = _norms(anchors), _norms(keys).mT
+        scales = anchor_norms ** (1.0 - gamma_q) * key_norms ** (1.0 - gamma_d)
+        own = anchor_norms ** (2.0 - gamma_q - gamma_d)
+        return (scales * product(unit_rows(anchors), unit_rows(keys).mT) - own) / temperature
+
+    return logits
+
+
+SIMILARITIES: dict[str, Similarity] = {"cosine": _cosine, "dot": _dot, "qnorm": _qnorm, "dnorm": _dnorm}
+
+
+def get_similarity(name: str, exponents: tuple[Tensor, Tensor] | None = None) -> Similarity:
+    """Return the similarity of that name; "learnable" takes its two scalars."""
+    if (name == "learnable") != (exponents is not None):
+        raise ValueError("similarity 'learnable' and the two scalars of exponents belong together: give both or none.")
+    if exponents is None:
+        check_choice("similarity", name, (*SIMILARITIES, "learnable"))
+        return SIMILARITIES[name]
+    if [getattr(each, "numel", lambda: 0)() for each in exponents] != [1, 1]:
+        raise ValueError("exponents must be two tensors of one number each: others would scale features or tokens.")
+    return learnable(*exponents)
+
 
 BlockTerms = Callable[[Block], Tensor]  # [m, p]: the chunk's mean loss, spread over its tokens (see `spread`)
 REDUCTIONS = ("mean", "sum", "none")
@@ -34,7 +105,8 @@ def anchored_terms(
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     parts = []
     with no_autocast(embeddings.device.type):
-        for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
+        for stretch in stretches(labels.shape[1], chunk_size, anchors):
+            block = block_of(stretch, embeddings, labels, usable, documents)
             unsure = doubt(block.rows[:, slice(*block.anchors)])
             terms = block_terms(block)
             if terms.shape != unsure.shape:
@@ -86,10 +158,11 @@ def doubt(rows: Tensor) -> Tensor:
     return rows.detach().abs().amax(dim=-1) * 0.0
 
 
-def cosine_logits(block: Block, temperature: float | Tensor) -> Tensor:
-    """Compute (cos(e_i, e_j) - 1) / tau [m, p, k]; exactly 0 with itself. The shift cancels in an anchor's softmax."""
-    anchors = block.rows[:, slice(*block.anchors)]
-    return get_similarity("cosine")(anchors, block.rows, 1.0).masked_fill(self_pairs(block), 0.0) / temperature
+def cosine_logits(block: Block, temperature: float | Tensor, keys: Tensor | None = None) -> Tensor:
+    """Compute (cos(e_i, k_j) - 1) / tau [m, p, k], where k are the rows if not given; exactly 0 with itself. The shift
+    cancels in an anchor's softmax."""
+    cosines = _cosine(block.rows[:, slice(*block.anchors)], block.rows if keys is None else keys, 1.0)
+    return cosines.masked_fill(self_pairs(block), 0.0) / temperature
 
 
 def log_sum(logits: Tensor, members: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,14 +141,6 @@ def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> tuple[Stretch,
             found.append(Stretch((start, stop), stop - start, (position - start, min(last, stop) - start)))
         position = min(last, stop)
     return tuple(found)
-
-
-def blocks(
-    embeddings: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, *, chunk_size: int, anchors: Span
-) -> Iterator[Block]:
-    """The tokens that the anchors meet, cut into `stretches`."""
-    for stretch in stretches(labels.shape[1], chunk_size, anchors):
-        yield block_of(stretch, embeddings, labels, usable, documents)
 
 
 def block_of(stretch: Stretch, embeddings: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None) -> Block:

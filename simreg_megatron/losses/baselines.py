@@ -24,7 +24,6 @@ from simreg_megatron.losses._anchored import (
 from simreg_megatron.losses._chunks import Block, checked, is_number, label_pairs, self_pairs
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.simcse import sequence_losses, whole_sequences
-from simreg_megatron.losses.similarity import get_similarity
 from simreg_megatron.objectives.built_in import LARGEST_SCALE, PER_PAIR_TOKENS
 
 
@@ -164,24 +163,19 @@ def sce_terms(
         itself = self_pairs(block) & same
         others = (same | negative) & ~itself
         with torch.no_grad():
-            found = _softmax(_logits(block, block.rows, target_temperature), others)
+            found = _softmax(cosine_logits(block, target_temperature), others)
             wanted = {"label": same & ~itself if exclude_self else same, "instance": itself}[target]
             even = wanted.to(found.dtype) / wanted.sum(dim=-1, keepdim=True).clamp(min=1)
             weights = coupling * even + (1 - coupling) * found
             if exclude_self:
                 weights = torch.where(wanted.any(dim=-1, keepdim=True), weights, found)
-        logits, members = _logits(block, block.rows.detach(), temperature), others if exclude_self else same | negative
+        logits = cosine_logits(block, temperature, keys=block.rows.detach())
+        members = others if exclude_self else same | negative
         losses = (weights * (log_sum(logits, members).unsqueeze(-1) - logits)).sum(dim=-1)
         counted = block.usable[:, slice(*block.anchors)]
         return spread(losses, counted, block.usable.sum(dim=-1), block.usable)
 
     return terms
-
-
-def _logits(block: Block, keys: Tensor, temperature: float) -> Tensor:
-    """cos(e_i, k_j) / tau less that of the token with itself, [m, p, k]."""
-    anchors = block.rows[:, slice(*block.anchors)]
-    return get_similarity("cosine")(anchors, keys, temperature).masked_fill(self_pairs(block), 0.0)
 
 
 def _softmax(logits: Tensor, members: Tensor) -> Tensor:

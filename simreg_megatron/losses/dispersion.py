@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.precision import product
-from simreg_megatron.losses._anchored import check_temperature, log_sum
+from simreg_megatron.losses._anchored import check_temperature, log_sum, unit_rows
 from simreg_megatron.losses._chunks import Add, checked, is_number
 from simreg_megatron.losses.roles import random_numbers
-from simreg_megatron.losses.similarity import unit_rows
 
 _PARALLEL = 32  # units of rounding: below this sin^2 of an angle, its direction is lost
 

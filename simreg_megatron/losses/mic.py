@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.kernels.precision import no_autocast, product
-from simreg_megatron.losses._anchored import check_choice
+from simreg_megatron.losses._anchored import check_choice, unit_rows
 from simreg_megatron.losses._chunks import Add, checked, chunk_length
 from simreg_megatron.losses.prefixes_ce import prefixes_within
 from simreg_megatron.losses.sigreg import in_samples
-from simreg_megatron.losses.similarity import unit_rows
 
 POOLS = ("chunk", "sequence", "token")
 NORM_SCOPES = ("sequence", "batch")

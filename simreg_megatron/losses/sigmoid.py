@@ -12,18 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.kernels.precision import product
-from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced
-from simreg_megatron.losses._chunks import (
-    Block,
-    Span,
-    check_tokens,
-    label_pairs,
-    self_pairs,
-    usable_tokens,
-    with_direction,
-)
+from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced, unit_rows
+from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, self_pairs, usable_tokens, with_direction
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.losses.similarity import unit_rows
 
 PAIR_REDUCTIONS = ("anchor", "pair", "balanced")
 PARAMETRIZATIONS = ("relative", "absolute")
@@ -145,7 +136,7 @@ def pair_losses(cosines: Tensor, positive: Tensor, t: Tensor, bias: Tensor) -> T
     return -F.logsigmoid(torch.where(positive, logits, -logits))
 
 
-def _slabs(block: Block, units: Tensor) -> Iterator[Span]:
+def _slabs(block: Block, units: Tensor) -> Iterator[tuple[int, int]]:
     num_chunks, length = block.labels.shape
     workspace = _SLAB.get(units.device.type, _SLAB["cuda"])
     step = max(1, workspace // max(1, num_chunks * length * units.element_size()))

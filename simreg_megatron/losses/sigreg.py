@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
-from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
+from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, unit_rows
 from simreg_megatron.losses._chunks import checked, chunk_length
 from simreg_megatron.losses.roles import seeded_generator
-from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.objectives.built_in import UNSCALED
 
 ESTIMATORS = ("mean", "epps-pulley")

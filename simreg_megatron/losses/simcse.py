@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
-from simreg_megatron.losses._anchored import check_choice, check_temperature
+from simreg_megatron.losses._anchored import check_choice, check_temperature, unit_rows
 from simreg_megatron.losses._chunks import checked
-from simreg_megatron.losses.similarity import unit_rows
 
 VIEWS = ("halves", "dropout")
 POOLINGS = ("mean", "last")

@@ -8,6 +8,7 @@ The reference that faster forms are judged by is here: one p x k matrix per chun
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,9 @@ from torch import Tensor
 from simreg_megatron.kernels.contrast import Form, Tokens, contrast_terms
 from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.kernels.torch import TorchForm
-from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, log_sum
+from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, get_similarity, log_sum
 from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
-from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
 from simreg_megatron.objectives.built_in import CHUNK_WEIGHTS, FORMS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
 
 AUTO: dict[tuple[str, torch.dtype], str] = {}
@@ -90,7 +90,7 @@ def simreg_loss(
     shape = labels.shape  # of the terms; in the batch one sequence is a batch of one
     embeddings, labels, usable, documents = batch
     _check_options(temperature, group_reduce, self_positive, chunk_weight, reduction, impl)
-    check_exponents(similarity, exponents)  # here, for the fast forms do not look at them
+    get_similarity(similarity, exponents)  # checks them, as the fast forms do not look at them
     roles = token_roles(
         labels,
         usable,
@@ -220,13 +220,13 @@ def _check_options(
         )
 
 
-def _logits(block: Block, logits_of: Similarity, temperature: float) -> Tensor:
+def _logits(block: Block, logits_of: Callable[..., Tensor], temperature: float) -> Tensor:
     """Shifted logits [m, p, k] of every anchor with every token of its chunk; exactly 0 with itself."""
     anchors = block.rows[:, slice(*block.anchors)]
     return logits_of(anchors, block.rows, temperature).masked_fill(self_pairs(block), 0.0)
 
 
-def _contrast(block: Block, logits_of: Similarity, temperature: float, self_positive: str) -> Tensor:
+def _contrast(block: Block, logits_of: Callable[..., Tensor], temperature: float, self_positive: str) -> Tensor:
     """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, p]; hugely negative where N_i is empty."""
     logits = _logits(block, logits_of, temperature)
     positive, negative = label_pairs(block)

@@ -13,8 +13,8 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels.torch import token_names
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses._anchored import SIMILARITIES, get_similarity, unit_rows
 from simreg_megatron.losses._chunks import Block
-from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
 from simreg_megatron.losses.simreg import _logits
 from simreg_megatron.objectives.built_in import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from simreg_megatron.parallel import sequence
