@@ -160,6 +160,7 @@ def test_a_warm_up_is_megatrons_own_clipping(bench: Bench, tmp_path: Path) -> No
     assert warm.recorded.losses != pytest.approx(unclipped.losses, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_averages_go_on_in_pipeline_stages(bench: Bench, tmp_path: Path) -> None:
     """For other layouts, and other settings before, see test_carried.py."""
     flags = (*bench.data_flags, *CONSTANT, *SIMREG, *ADAGC, "--train-iters", str(STEPS))

@@ -13,7 +13,7 @@ from tests.megatron.parity.cells import CELLS, LOCAL_MEANS, Cell
 from tests.megatron.parity.run import Bench, fits
 
 SLOW = ("count-corrected", "tied, ", "mtp, ", "learnable", "simreg:10,sigreg:0.3,sce:1", "DP2 distributed optimizer")
-SLOW += ("sigreg sample=replicas",)
+SLOW += ("sigreg sample=replicas", "simcse gather", "packed chats", "prefixes-ce")
 CORE = quick([cell for cell in CELLS if cell.core], lambda cell: not any(words in cell.name for words in SLOW))
 
 

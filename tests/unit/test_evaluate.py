@@ -141,6 +141,7 @@ def test_the_papers_tasks_in_its_order() -> None:
     assert chosen_tasks("boolq,mine,piqa:acc") == {"boolq": "acc", "mine": "", "piqa": "acc"}
 
 
+@pytest.mark.slow
 def test_every_task_is_one_of_the_harness(task: tuple[Path, list[dict]]) -> None:
     assert not PAPER.keys() - set(lm_eval.tasks.TaskManager(include_path=str(task[0])).task_index)
 

