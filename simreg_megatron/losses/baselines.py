@@ -125,11 +125,11 @@ def sce_loss(
 
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
-        temperature, target_temperature: tau and tau_m, above 0; 0.1 and 0.07 if not given.
-        coupling: c, from 0 to 1; 0.5 if not given.
-        target: "label" (default) as above; "instance": t_ij = 1 for j = i alone.
-        exclude_self: leave j = i out of p and t; tokens without another positive then have w = s.
         reduction: as in `creg_loss`.
+        **options: temperature and target_temperature, tau and tau_m, above 0; 0.1 and 0.07 if not given.
+            coupling: c, from 0 to 1; 0.5 if not given.
+            target: "label" (default) as above; "instance": t_ij = 1 for j = i alone.
+            exclude_self: leave j = i out of p and t; tokens without another positive then have w = s.
 
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.

@@ -40,20 +40,20 @@ def sigmoid_loss(
 
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
-        temperature: 1 / t, above 0; 0.1 if not given.
-        log_t: a trained scalar theta: t = exp(theta) replaces 1 / temperature.
-        bias: b, 0 if not given; a scalar tensor is trained.
-        param: "relative" (default): bias is b, the cosine at which a pair changes sides. "absolute": bias is t b.
-        pair_reduction: "anchor" (default): each token has the sum over its pairs. "pair": the mean over the pairs of a
-            chunk. "balanced": half the mean over its positive pairs and half that over its negative ones, as positives
-            are rare. The latter two are spread over the chunk's tokens: a chunk weighs as much as it has tokens.
-        self_positive: "never" (default); "always": j = i is a positive pair, whose cosine is 1: it moves t and b alone.
         heads: shape of embeddings: e_i is compared with heads_j instead of e_j, also for j = i. For the output layer's
             row of each label: a frozen second modality, as heads get no gradient. A token whose head is exactly zero
             is left out, too.
-        adapter: a trained scalar x: with delta = sigmoid(x) and r^2 = 1 - delta^2, unit vectors e_i become
-            (delta e_i, -r) and heads_j (delta heads_j, r), so their cosine becomes delta^2 cos - r^2.
         reduction: as in `creg_loss`.
+        **options: temperature, 1 / t, above 0; 0.1 if not given.
+            log_t: a trained scalar theta: t = exp(theta) replaces 1 / temperature.
+            bias: b, 0 if not given; a scalar tensor is trained.
+            param: "relative" (default): bias is b, the cosine at which a pair changes sides. "absolute": it is t b.
+            pair_reduction: "anchor" (default): each token has the sum over its pairs. "pair": the mean over the pairs
+            of a chunk. "balanced": half the mean over its positive pairs and half that over its negative ones, as
+            positives are rare. The latter two are spread over the tokens: a chunk weighs as much as it has tokens.
+            self_positive: "never" (default); "always": j = i is a positive pair, of cosine 1: it moves t and b alone.
+            adapter: a trained scalar x: with delta = sigmoid(x) and r^2 = 1 - delta^2, unit vectors e_i become
+            (delta e_i, -r) and heads_j (delta heads_j, r), so their cosine becomes delta^2 cos - r^2.
 
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
