@@ -121,7 +121,6 @@ def _step(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tenso
 @contextlib.contextmanager
 def _tiles_shut() -> Iterator[None]:
     """Without the work inside of tiles: sums are zeros, and a gradient is memory."""
-
     without_tiles = mock.patch.object(tiles._Chunks, "tiles", lambda *_: iter(()))
     with without_tiles, mock.patch.object(tiles, "_add_up_gradient", lambda *_: None):
         yield

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.quick import quick
 from tests.megatron import runs
 from tests.megatron.runs import SIMREG, Recorded
 
@@ -23,7 +22,8 @@ EVERYTHING = (  # that has a state, or goes by the number of the step
 STOP, END = 3, 6
 
 
-@pytest.mark.parametrize("steps", quick([6, 50], lambda steps: False))
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [6, 50])
 def test_replicas_stay_equal(steps: int, data_flags: tuple[str, ...], tmp_path: Path) -> None:
     """Without sequence parallelism each tensor rank holds every hidden state, and computes only its own anchors."""
     flags = (*data_flags, *ON, *TP2, "--train-iters", str(steps), "--eval-iters", "0")
