@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.contrib.placebo import permuted_labels
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.roles import permuted_labels
 from simreg_megatron.tools.tokens import read_tokens
 
 LOGITS = {"cpu": 32 << 20, "cuda": 1 << 30}  # bytes of logits that exist at once

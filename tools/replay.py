@@ -37,7 +37,7 @@ def settings() -> Iterator[dict[str, Any]]:
 
     names = "similarity", "group_reduce", "scope", "self_positive", "chunk_weight"
     choices = {name: config.CHOICES[name] for name in names}
-    for objective in objectives.BUILT_IN.values():
+    for objective in map(objectives.find, objectives.BUILT_IN):
         weight = {"lambda_": 2.0} if objective.trains else {}
         base = {"objective": objective.name, "temperature": 0.1, "chunk_size": 24, **weight}
         if objective.temperature is None:

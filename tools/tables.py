@@ -46,7 +46,7 @@ class Table:
 _PLUGIN = (
     "simreg_megatron/__init__.py", "simreg_megatron/adagc/__init__.py", "simreg_megatron/notices.py",
     *(f"simreg_megatron/{room}/**/*.py" for room in
-      ("config", "objectives", "kernels", "losses", "parallel", "measures", "cpu", "plugin")),
+      ("config", "objectives", "kernels", "losses", "parallel", "contrib", "cpu", "plugin")),
 )  # fmt: skip
 _MODULES = ("compare", "driver", "expected", "inputs", "loops", "measure", "pretrain", "record", "releases", "tiny")
 TABLES = {

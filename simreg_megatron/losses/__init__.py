@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training objectives on hidden states, in plain torch: no process groups, no Megatron.
+"""SimReg's loss and the geometry of hidden states, in plain torch: no process groups, no Megatron.
 
 `Block`, `cosine_logits`, `label_pairs`, `self_pairs`, `mean_over`, `log_sum` and `spread` are what an objective of
 your own is made of (docs/objectives.md).
 """
 
+import importlib
+from typing import Any
+
 from simreg_megatron.losses._anchored import BlockTerms, cosine_logits, log_sum, mean_over, spread
 from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
-from simreg_megatron.losses.baselines import cpretrain_loss, creg_loss, sce_loss
-from simreg_megatron.losses.dispersion import dispersion_loss
-from simreg_megatron.losses.mic import mic_loss
-from simreg_megatron.losses.prefixes_ce import prefixes_ce_loss
-from simreg_megatron.losses.sigmoid import sigmoid_loss
-from simreg_megatron.losses.sigreg import sigreg_loss
-from simreg_megatron.losses.simcse import simcse_loss
 from simreg_megatron.losses.simreg import simreg_loss
 
 __all__ = [
-    "Block", "BlockTerms", "cosine_logits", "cpretrain_loss", "creg_loss", "dispersion_loss", "label_pairs",
-    "log_sum", "mean_over", "mic_loss", "prefixes_ce_loss", "sce_loss", "self_pairs", "sigmoid_loss",
-    "sigreg_loss", "simcse_loss", "simreg_loss", "spread",
+    "Block", "BlockTerms", "cosine_logits", "label_pairs", "log_sum", "mean_over", "self_pairs", "simreg_loss",
+    "spread",
 ]  # fmt: skip
+_CONTRIB = ("cpretrain", "creg", "dispersion", "mic", "prefixes_ce", "sce", "sigmoid", "sigreg", "simcse")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a loss of `simreg_megatron.contrib`, such as `creg_loss`, where it is asked for under this package."""
+    module = name.removesuffix("_loss")
+    if name == module or module not in _CONTRIB:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"simreg_megatron.contrib.{module}"), name)

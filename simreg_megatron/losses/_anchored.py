@@ -178,6 +178,11 @@ def mean_over(values: Tensor, members: Tensor) -> Tensor:
     return torch.where(members, values, 0.0).sum(dim=-1) / members.sum(dim=-1).clamp(min=1)
 
 
+def with_heads(embeddings: Tensor, heads: Tensor) -> Tensor:
+    """Concatenate each state and the row that others meet in its place: [..., 2 d]. The latter get no gradient."""
+    return torch.cat([embeddings, heads.detach().to(embeddings.dtype)], dim=-1)
+
+
 def check_temperature(name: str, value: float) -> None:
     if not is_number(value) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")

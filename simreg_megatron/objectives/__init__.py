@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives by name: those of this package, and those that installed packages bring.
+"""The objectives by name: SimReg, those of `simreg_megatron.contrib`, and what other packages bring.
 
 A package brings one by an entry point, whose name is the objective's and whose value is its `Objective`:
 
     [project.entry-points."simreg_megatron.objectives"]
     toy = "toy_objective:TOY"
 
-Nothing of such a package is imported before its objective is asked for.
+Nothing of such a package, or of `contrib`, is imported before its objective is asked for.
 """
 
 from __future__ import annotations
@@ -14,20 +14,28 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
-from simreg_megatron.objectives.built_in import OBJECTIVES
-from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, Options, Scalar
+from simreg_megatron.objectives.built_in import NONE, SIMREG
+from simreg_megatron.objectives.record import TWICE, ExampleSettings, Kind, Objective, Options, Scalar
 
-__all__ = ["BUILT_IN", "GROUP", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
+__all__ = ["BUILT_IN", "GROUP", "TWICE", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
 GROUP = "simreg_megatron.objectives"
-BUILT_IN = {each.name: each for each in OBJECTIVES}
+_CORE = {each.name: each for each in (SIMREG, NONE)}
+_CONTRIB = {  # entry points, too, but not in the package's metadata: a clone on PYTHONPATH has none
+    "simcse": "simcse:SIMCSE", "cpretrain": "cpretrain:CPRETRAIN", "creg": "creg:CREG", "sce": "sce:SCE",
+    "sigreg": "sigreg:SIGREG", "sigmoid": "sigmoid:SIGMOID", "mic": "mic:MIC", "dispersion": "dispersion:DISPERSION",
+    "prefixes-ce": "heads:PREFIXES_CE", "z-loss": "heads:Z_LOSS",
+    "placebo": "placebo:PLACEBO",
+}  # fmt: skip
+BUILT_IN = ("simreg", *_CONTRIB, "none")
+"""Names of the objectives of this package."""
 
 
 @functools.cache
 def names() -> tuple[str, ...]:
     """Return the names of all objectives; "none" comes last."""
     brought = {point.name for point in importlib.metadata.entry_points(group=GROUP)}
-    return (*(name for name in BUILT_IN if name != "none"), *sorted(brought - BUILT_IN.keys()), "none")
+    return (*BUILT_IN[:-1], *sorted(brought - {*BUILT_IN}), "none")
 
 
 @functools.cache
@@ -39,8 +47,10 @@ def find(name: str) -> Objective:
         also = ", and is one of its own" if name in BUILT_IN else ""
         how = "uninstall one of these packages, or rename its objective"
         raise ValueError(f"SimReg objective {name} is brought by {packages}{also}: {how}")
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    if name in _CORE:
+        return _CORE[name]
+    if name in _CONTRIB:
+        points = [importlib.metadata.EntryPoint(name, f"simreg_megatron.contrib.{_CONTRIB[name]}", GROUP)]
     if not points:
         raise ValueError(f"unknown SimReg objective {name!r}: choose from {', '.join(names())}")
     source = f"SimReg objective {name} comes from {points[0].value}, which"

@@ -17,6 +17,7 @@ OptionKind = tuple[str, ...] | int | float | str
 they are "yes" and "no"); or the default number: an int takes whole numbers from 0 only, a float any number; or a
 default word that stands for whole numbers with slashes, such as 64/128."""
 Options = Mapping[str, str | float | bool]
+TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
 
 
 class Kind(enum.Enum):
@@ -34,7 +35,7 @@ class Kind(enum.Enum):
     SUMS = "sums over a sample"
     """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.parallel.objectives`."""
     HEAD = "the output layer"
-    """terms(losses) -> losses, of each token: its cross-entropy, or its normalizer where labels are not used."""
+    """terms(config, model, hidden_states, labels, valid, shard) -> [B, A]; see `simreg_megatron.contrib.heads`."""
 
 
 STAY = (Kind.SEQUENCES, Kind.SUMS, Kind.HEAD)
@@ -79,13 +80,13 @@ class Objective:
         excludes: what is wrong with some choices together, such as ("exclude_self=yes", "target=instance").
         other_options: options that only the plugin reads; they are not passed to the terms.
         not_offered: (option, value) of the original method that the plugin does not support, and why.
-        terms: computes its terms, see `Kind`; None in this package, where `parallel.objectives` has them.
+        terms: computes its terms, see `Kind`; None for SimReg.
         check: (options, temperature, chunk size); raises ValueError for settings that contradict each other.
         scalars: (options, temperature); the parameters that it trains itself, by name.
         warning: (options); a warning for the start of the run, or None.
         trains: whether it adds to the gradient at all.
         draws: whether each iteration draws random numbers of its own.
-        relabels: whether it is SimReg on labels that say nothing, by its options `labels` and `seed`.
+        relabels: (config, labels [B, n], usable, tokens of a sequence, iteration); for SimReg on other labels, these.
         meets_heads: whether states are compared with rows of the output layer.
         has_chunks: whether the chunk size has an effect.
         takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.
@@ -116,7 +117,7 @@ class Objective:
     warning: Callable[[Options], str | None] = lambda options: None
     trains: bool = True
     draws: bool = False
-    relabels: bool = False
+    relabels: Callable[..., Any] | None = None
     meets_heads: Callable[[Options], bool] = lambda options: False
     has_chunks: Callable[[Options], bool] = lambda options: True
     takes_rows: Callable[[Options], bool] = lambda options: False
@@ -152,8 +153,6 @@ class Objective:
         for name, known in self.options.items():
             if not (isinstance(known, str | int | float) or (isinstance(known, tuple) and known)):
                 return f"its option {name} has {known!r} where words or a default belong"
-        if self.kind is Kind.HEAD and (idle := self.options.keys() - {"prefixes"}):
-            return f"its terms are given losses alone, so its option {min(idle)} would have no effect"
         taken = inspect.signature(self.terms).parameters
         given = {"temperature"} if self.temperature is not None else set()
         missing = (given | self.options.keys()) - set(self.other_options) - taken.keys()

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
-from simreg_megatron.losses.roles import TokenRoles, token_roles, uninformative_labels
+from simreg_megatron.losses._chunks import joined, with_direction
+from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import FORMS, chosen_impl, form_named, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
@@ -140,14 +140,17 @@ def chunk_views(
         _say_if_weightless(config, plan)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
-    relabels, dtype = config.record.relabels and not for_log, torch.promote_types(hidden_states.dtype, torch.float32)
+    relabels = None if for_log else config.record.relabels
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     known: dict[Run, tuple[_Names, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
     found = []
     for window in plan.windows:
         stretch = window.domain if by_domain else window.tokens
         if stretch not in known:
             names = _Names.of(stretch, all_labels, all_usable, documents)
-            names = _relabelled(names, config, shard.layout.length, iteration) if relabels else names
+            if relabels is not None:  # drawn again in each iteration
+                labels = relabels(config, names.labels, names.usable, shard.layout.length, iteration)
+                names = names._replace(labels=labels)
             known[stretch] = names, token_roles(
                 names.labels, names.usable, documents=names.documents, chunk_size=config.chunk_size, dtype=dtype,
                 group_reduce=config.group_reduce, self_positive=config.self_positive, chunk_weight=config.chunk_weight,
@@ -178,15 +181,6 @@ class _Names(NamedTuple):
     def of(cls, stretch: Run, labels: Located, usable: Located, documents: Documents | None) -> _Names:
         own = labels.at(stretch)
         return cls(stretch, own, usable.at(stretch), None if documents is None else documents.of(own, stretch))
-
-
-def _relabelled(names: _Names, config: SimRegConfig, length: int, iteration: int) -> _Names:
-    """Replace the tokens' labels by others, drawn again in each iteration."""
-    labels = uninformative_labels(
-        names.labels, names.usable, kind=str(config.options["labels"]), chunk_size=config.chunk_size,
-        longest=chunk_length(length, config.chunk_size), seed=int(config.options["seed"]), iteration=iteration,
-    )  # fmt: skip
-    return names._replace(labels=labels)
 
 
 def _view(window: Window, names: _Names, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:

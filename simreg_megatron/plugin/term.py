@@ -18,11 +18,10 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.measures.metrics import Metrics
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.collectives import add_gradient
-from simreg_megatron.parallel.heads import head_terms
 from simreg_megatron.parallel.learnable import learned_scalars, wanted
+from simreg_megatron.parallel.metrics import Metrics
 from simreg_megatron.parallel.objectives import objective_terms
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
@@ -221,6 +220,7 @@ class Regularizer:
         """Compute the terms of one objective, summed over its states and averaged over their prefixes."""
         shard, wants_log = tokens.shard, self.metrics.wants_geometry
         if config.through_head:
+            head_terms: Any = config.record.terms
             terms = head_terms(config, model, tokens.hidden_states, tokens.all_labels, tokens.all_valid, shard)
             return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], {})
         prefixes = config.prefixes if config.is_simreg else ()

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.measures import geometry, metrics, naming
-from simreg_megatron.measures.naming import QUANTILES, RIGHT_QUANTILES
+from simreg_megatron.losses import geometry
+from simreg_megatron.parallel import metrics, naming
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.naming import QUANTILES, RIGHT_QUANTILES
 from simreg_megatron.parallel.objectives import objective_terms
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks

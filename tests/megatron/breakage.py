@@ -101,7 +101,7 @@ def shared_work_not_summed() -> None:
 
 def local_means_logged() -> None:
     """The log shows the mean of the ranks' own means."""
-    from simreg_megatron.measures import metrics
+    from simreg_megatron.parallel import metrics
 
     reduce = metrics.Metrics.reduce
 
@@ -117,7 +117,7 @@ def local_means_logged() -> None:
 
 def vocabulary_not_gathered() -> None:
     """A truncated output layer is normalized over each rank's own part of the vocabulary."""
-    from simreg_megatron.parallel import heads
+    from simreg_megatron.contrib import heads
 
     losses = heads.truncated_head_losses
     heads.truncated_head_losses = lambda rows, local, here, head: losses(
@@ -127,7 +127,7 @@ def vocabulary_not_gathered() -> None:
 
 def halved_weight_gradient() -> None:
     """Half the gradient that the truncated output layer's weight gets."""
-    from simreg_megatron.parallel import heads
+    from simreg_megatron.contrib import heads
 
     handed_on = heads._handed_on
     heads._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
@@ -135,7 +135,7 @@ def halved_weight_gradient() -> None:
 
 def other_anchors_dropped() -> None:
     """Each tensor-parallel rank takes its own anchors alone backwards through its part of the vocabulary."""
-    from simreg_megatron.parallel import heads
+    from simreg_megatron.contrib import heads
 
     share = heads.share_work
     heads.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)

@@ -29,7 +29,7 @@ class _WeighGradient(torch.autograd.Function):
 
 def few_samples() -> None:
     """The log's samples are so small that they take every third position of these micro-batches of 128 tokens."""
-    from simreg_megatron.measures import metrics
+    from simreg_megatron.parallel import metrics
 
     metrics._SAMPLED_TOKENS = metrics._PREDICTED_TOKENS = 60
 

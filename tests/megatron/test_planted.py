@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from simreg_megatron.objectives import BUILT_IN, Kind
+from simreg_megatron.objectives import BUILT_IN, Kind, find
 from tests.helpers.quick import quick
 from tests.megatron import runs
 from tests.megatron.parity.run import Bench
@@ -32,7 +32,7 @@ LAYOUTS = {  # the model, the flags, the processes, and the rank that is struck:
     "ep2": ("moe", "--expert-model-parallel-size 2", 2, 1),
 }
 OBJECTIVES = [name for name in BUILT_IN if name != "none"]
-ALONE = [*(name for name in OBJECTIVES if BUILT_IN[name].kind is Kind.HEAD), "cpretrain"]
+ALONE = [*(name for name in OBJECTIVES if find(name).kind is Kind.HEAD), "cpretrain"]
 """Those in which the state that is struck meets no other: CPretrain has it in no pair."""
 EVERY_TOKEN = {"dispersion": "tokens=64"}  # else the state that is struck is in some samples and not in others
 AT_EVERY_PLACE = ("simreg", "simcse", "prefixes-ce")  # pairs of tokens, sequences, the output layer
@@ -55,11 +55,11 @@ GATHERED = "simcse-gather"
 def flags_of(name: str) -> tuple[str, ...]:
     if name == GATHERED:
         return (*flags_of("simcse"), "--simreg-objective-options", "gather=yes")
-    example = BUILT_IN[name].example
+    example = find(name).example
     chunk = () if example.chunk_size is None else ("--simreg-chunk-size", f"{example.chunk_size}")
     given = EVERY_TOKEN.get(name, example.options)
     options = ("--simreg-objective-options", given) if given else ()
-    temperature = ("--simreg-temperature", "0.5") if BUILT_IN[name].temperature is not None else ()
+    temperature = ("--simreg-temperature", "0.5") if find(name).temperature is not None else ()
     return ("--simreg-objective", name, "--simreg-lambda", f"{example.weight:g}", *chunk, *options, *temperature)
 
 

@@ -22,7 +22,7 @@ from tests.megatron.runs import SIMREG
 EAGER = ("--train-iters", "6", "--eval-iters", "0", "--no-check-for-nan-in-loss-and-grad")
 GRAPH = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1")
 
-EACH = {one.name: one.example for one in objectives.BUILT_IN.values() if one.trains and not one.draws}
+EACH = {one.name: one.example for one in map(objectives.find, objectives.BUILT_IN) if one.trains and not one.draws}
 SETTINGS = {
     "plain": (),
     "ramp": (*SIMREG, "--simreg-warmup-iters", "4"),

@@ -73,7 +73,7 @@ def test_it_is_the_same_function_in_every_layout(package: Path) -> None:
 def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brought = {
         "broken": "no_such_module:X", "other": "os:sep", "named": "toy_named:TOY", "empty": "toy_named:EMPTY",
-        "cold": "toy_named:COLD", "creg": "toy_named:TOY", "head": "toy_named:HEAD",
+        "cold": "toy_named:COLD", "creg": "toy_named:TOY",
     }  # fmt: skip
     for name, value in brought.items():
         info = tmp_path / f"{name}-1.0.dist-info"
@@ -81,10 +81,9 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[{objectives.GROUP}]\n{name} = {value}\n")
     (tmp_path / "toy_named.py").write_text(
-        "from simreg_megatron.objectives import BUILT_IN, Kind, Objective\nTOY = BUILT_IN['creg']\n"
+        "from simreg_megatron.objectives import Kind, Objective, find\nTOY = find('sce')\n"
         "def terms(*, power): ...\n"
         "EMPTY = Objective(name='empty', kind=Kind.PAIRS, asks='')\n"
-        "HEAD = Objective(name='head', kind=Kind.HEAD, terms=terms, asks='', options={'power': 2.0})\n"
         "COLD = Objective(name='cold', kind=Kind.PAIRS, terms=terms, asks='', temperature=0.1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -94,10 +93,9 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
         for name, sentence in (
             ("broken", "comes from no_such_module:X, which cannot be imported: ModuleNotFound"),
             ("other", "which is wrong: it is not an Objective of that name but 'str'"),
-            ("named", "which is wrong: it is not an Objective of that name but 'creg'"),
+            ("named", "which is wrong: it is not an Objective of that name but 'sce'"),
             ("empty", "which is wrong: it has no function that computes its terms"),
             ("cold", "its terms do not take temperature"),
-            ("head", "its terms are given losses alone, so its option power would have no effect"),
             ("creg", "creg is brought by creg, and is one of its own: uninstall one"),
         ):
             with pytest.raises(ValueError, match=sentence):

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.contrib.simcse import LARGEST_SCALE, Pooled, pooled, two_views, whole_sequences
 from simreg_megatron.losses import cpretrain_loss, creg_loss, sce_loss, simcse_loss
 from simreg_megatron.losses._anchored import anchored_terms
-from simreg_megatron.losses.simcse import Pooled, pooled, two_views, whole_sequences
-from simreg_megatron.objectives.built_in import LARGEST_SCALE
 from simreg_megatron.parallel import learnable
 from tests.helpers.fixtures import fixture_f1, without_pairs
 from tests.unit.test_simreg_facts import assert_prints

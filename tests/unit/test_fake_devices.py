@@ -24,10 +24,9 @@ from benchmarks.fake_ranks import Layout, as_rank
 from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses import roles, sigreg
+from simreg_megatron.contrib import dispersion, placebo, sigreg
 from simreg_megatron.objectives.built_in import IMPLEMENTATIONS
 from simreg_megatron.parallel import learnable
-from simreg_megatron.parallel import objectives as terms
 from simreg_megatron.plugin.term import Regularizer
 
 LAYOUT, RANK = Layout(tensor=2, context=2, sequence_parallel=True), (1, 0)
@@ -35,8 +34,8 @@ BATCH, WIDTH, VOCABULARY = 2, 64, 600
 RAGGED, EVEN = 2500, 4096  # tokens of a sequence: its last chunk of 1024 has 452 tokens, or all of them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-NEED_A_DRIVER = {"sigreg": (sigreg, "random_directions"), "dispersion": (terms, "random_numbers")}
-NEED_A_DRIVER["placebo"] = roles, "random_numbers"
+NEED_A_DRIVER = {"sigreg": (sigreg, "random_directions"), "dispersion": (dispersion, "random_numbers")}
+NEED_A_DRIVER["placebo"] = placebo, "random_numbers"
 """Objectives that draw from a generator of the device, which is none without its driver: what draws is replaced."""
 NEED_MEMORY = [impl for impl in IMPLEMENTATIONS if impl not in ("auto", "reference", "tiled")]
 """Forms with kernels in Triton, whose launcher asks each tensor where its memory is: each launch is counted instead."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simreg_megatron.measures import geometry
-from simreg_megatron.measures.geometry import NormSums, PairCosines, mean_angle_degrees, norm_table, pair_cosines
+from simreg_megatron.losses import geometry
+from simreg_megatron.losses.geometry import NormSums, PairCosines, mean_angle_degrees, norm_table, pair_cosines
 from simreg_megatron.parallel.collectives import quantiles_over
 from tests.helpers.fixtures import fixture_f1, random_tokens
 

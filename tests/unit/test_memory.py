@@ -11,9 +11,8 @@ from benchmarks.cases import hidden_states
 from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import LiveBytes
 from benchmarks.measure import peak_bytes
-from simreg_megatron.losses import simreg_loss
-from simreg_megatron.measures import geometry
-from simreg_megatron.measures.geometry import norm_table, pair_cosines
+from simreg_megatron.losses import geometry, simreg_loss
+from simreg_megatron.losses.geometry import norm_table, pair_cosines
 from tests.helpers.fixtures import random_tokens
 
 MIB = 1 << 20

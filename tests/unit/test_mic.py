@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from simreg_megatron.losses import mic, mic_loss
-from simreg_megatron.losses.mic import MICOptions, pools_tokens
-from simreg_megatron.losses.prefixes_ce import default_prefixes
+from simreg_megatron.contrib import mic
+from simreg_megatron.contrib.mic import MICOptions, pools_tokens
+from simreg_megatron.contrib.prefixes_ce import default_prefixes
+from simreg_megatron.losses import mic_loss
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.quick import quick
 from tests.unit.test_simreg_facts import assert_prints

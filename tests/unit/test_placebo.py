@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.contrib.placebo import permuted_labels
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.roles import permuted_labels
 from simreg_megatron.plugin.term import Regularizer
 from tests.unit.test_regularizer import BATCH, LENGTH, One, add, measuring, micro_batch
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simreg_megatron.contrib.mic import MICOptions
 from simreg_megatron.kernels.precision import full_float32, product
 from simreg_megatron.losses import mic_loss, prefixes_ce_loss, sigmoid_loss, simcse_loss, simreg_loss
-from simreg_megatron.losses.mic import MICOptions
-from simreg_megatron.measures.geometry import pair_cosines
+from simreg_megatron.losses.geometry import pair_cosines
 
 PRODUCTS = ("mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "matmul")
 

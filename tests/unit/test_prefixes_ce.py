@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.contrib import heads as contrib_heads
+from simreg_megatron.contrib.heads import TruncatedHead, truncated_head_losses
+from simreg_megatron.contrib.prefixes_ce import default_prefixes
 from simreg_megatron.losses import prefixes_ce_loss
-from simreg_megatron.losses.prefixes_ce import default_prefixes
 from simreg_megatron.parallel import heads
-from simreg_megatron.parallel.heads import TruncatedHead, truncated_head_losses
+from simreg_megatron.parallel.heads import Head
 from simreg_megatron.plugin import refusals
 from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, measuring, micro_batch
 
@@ -24,7 +26,7 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 @pytest.fixture(params=[64 << 20, 2 * 4 * VOCABULARY], ids=["one tile", "tiles of 2 tokens"])
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "_SLAB", {"cpu": request.param, "cuda": request.param})
+    monkeypatch.setattr(contrib_heads, "_SLAB", {"cpu": request.param, "cuda": request.param})
 
 
 def given(bias: bool = False) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def oracle(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, sc
 
 
 def losses(made: dict[str, Any], **settings: Any) -> Tensor:
-    head = TruncatedHead(made["weight"], PREFIXES, made["bias"], **settings)
+    head = TruncatedHead(Head(made["weight"], made["bias"], settings.pop("scale", 1.0)), PREFIXES, **settings)
     here = torch.ones(TOKENS, dtype=torch.bool)
     return truncated_head_losses(made["rows"][:, : PREFIXES[-1]], made["labels"], here, head)
 
@@ -89,7 +91,7 @@ def test_a_frozen_layer_gets_no_gradient() -> None:
 
 def test_no_logits_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between forward and backward a token keeps a number for each prefix, and a tile has its few tokens alone."""
-    monkeypatch.setattr(heads, "_SLAB", {"cpu": 2 * 4 * VOCABULARY, "cuda": 0})
+    monkeypatch.setattr(contrib_heads, "_SLAB", {"cpu": 2 * 4 * VOCABULARY, "cuda": 0})
     shapes, logits = [], TruncatedHead.logits
 
     def watched(self: TruncatedHead, rows: Tensor, prefix: int) -> Tensor:
@@ -152,7 +154,7 @@ def test_the_plain_form_sums_in_float32(dtype: torch.dtype, autocast: bool) -> N
     for layer in (weight.to(dtype), weight):  # states of bfloat16 meet a layer of float32, too
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             found = prefixes_ce_loss(rows, labels, layer, prefixes=PREFIXES)
-        terms = truncated_head_losses(rows.float(), labels, everywhere, TruncatedHead(layer, PREFIXES))
+        terms = truncated_head_losses(rows.float(), labels, everywhere, TruncatedHead(Head(layer), PREFIXES))
         assert found.dtype == torch.float32 and found.item() == pytest.approx(terms.double().mean().item(), rel=2e-6)
 
 
@@ -243,7 +245,7 @@ def test_a_masked_row_may_hold_anything() -> None:
 def test_a_label_elsewhere_leaves_the_normalizer() -> None:
     """On a rank of a vocabulary that is split, no row here is the label's."""
     made = given()
-    head = TruncatedHead(made["weight"], PREFIXES)
+    head = TruncatedHead(Head(made["weight"]), PREFIXES)
     nowhere = torch.zeros(TOKENS, dtype=torch.bool)
     found = truncated_head_losses(made["rows"][:, : PREFIXES[-1]], made["labels"] - 40, nowhere, head)
     logits = [made["rows"][:, :p] @ made["weight"][:, :p].T for p in PREFIXES]

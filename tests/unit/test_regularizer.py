@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig, notices
-from simreg_megatron.losses import simreg_loss
-from simreg_megatron.measures import geometry, metrics
-from simreg_megatron.measures.geometry import mean_angle_degrees, pair_cosines
-from simreg_megatron.parallel import learnable
+from simreg_megatron.losses import geometry, simreg_loss
+from simreg_megatron.losses.geometry import mean_angle_degrees, pair_cosines
+from simreg_megatron.parallel import learnable, metrics
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.learnable import Scalars
 from simreg_megatron.plugin import term

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.losses import sigmoid, sigmoid_loss
+from simreg_megatron.contrib import sigmoid
+from simreg_megatron.losses import sigmoid_loss
 from simreg_megatron.objectives import Scalar
 from simreg_megatron.parallel import learnable
 from simreg_megatron.parallel.layout import ShardLayout

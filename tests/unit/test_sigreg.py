@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simreg_megatron.losses import sigreg, sigreg_loss
-from simreg_megatron.losses.sigreg import knots, random_directions
+from simreg_megatron.contrib import sigreg
+from simreg_megatron.contrib.sigreg import knots, random_directions
+from simreg_megatron.losses import sigreg_loss
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.unit.test_simreg_facts import assert_prints
 

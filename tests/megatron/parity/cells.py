@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from simreg_megatron.objectives import BUILT_IN, Objective
+from simreg_megatron.objectives import Objective, find
 from tests.megatron.runs import SIMREG
 
 
@@ -419,7 +419,7 @@ def cells_of(objective: Objective) -> tuple[Cell, ...]:
 
 
 _SAMPLED = (
-    *cells_of(BUILT_IN["dispersion"]),
+    *cells_of(find("dispersion")),
     Cell(CP2, neighbour("dispersion", "10", options="clamp=0.1") + part("layers 1,final", "--simreg-layers 1,final")),
 )
 LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")

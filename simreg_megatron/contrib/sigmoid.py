@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.kernels.precision import product
-from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced, unit_rows
+from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced, unit_rows, with_heads
 from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, self_pairs, usable_tokens, with_direction
 from simreg_megatron.losses.roles import pair_counts
+from simreg_megatron.objectives import ExampleSettings, Kind, Objective, Options, Scalar
 
 PAIR_REDUCTIONS = ("anchor", "pair", "balanced")
 PARAMETRIZATIONS = ("relative", "absolute")
@@ -125,11 +127,6 @@ def sigmoid_terms(
     return terms
 
 
-def with_heads(embeddings: Tensor, heads: Tensor) -> Tensor:
-    """Concatenate each state and the row that others meet in its place: [..., 2 d]. The latter get no gradient."""
-    return torch.cat([embeddings, heads.detach().to(embeddings.dtype)], dim=-1)
-
-
 def pair_losses(cosines: Tensor, positive: Tensor, t: Tensor, bias: Tensor) -> Tensor:
     """softplus(-z) of positive pairs and softplus(z) of all others, z = t cos - bias."""
     logits = t * cosines - bias
@@ -164,3 +161,35 @@ def _weighed(block: Block, positive: Tensor, negative: Tensor, pair_reduction: s
     if pair_reduction == "pair":
         return (positive + negative) * tokens / (num_positive + num_negative).clamp(min=1)
     return (positive / num_positive.clamp(min=1) + negative / num_negative.clamp(min=1)) * tokens / 2
+
+
+_TRAINED = {"both": ("log_t", "bias"), "t": ("log_t",), "bias": ("bias",), "none": ()}
+_DELTA = 0.5  # delta = sigmoid(0.5), where the source begins
+
+
+def _scalars(options: Options, temperature: float) -> dict[str, Scalar]:
+    known = {
+        "log_t": Scalar(-math.log(temperature), "sigmoid t", "exp"),
+        "bias": Scalar(float(options["bias"]), "sigmoid bias"),
+        "adapter": Scalar(_DELTA, "sigmoid delta", "sigmoid"),
+    }
+    names = _TRAINED[str(options["trains"])] + (("adapter",) if options["adapter"] == "yes" else ())
+    return {name: known[name] for name in names}
+
+
+SIGMOID = Objective(
+    name="sigmoid", kind=Kind.PAIRS, temperature=0.1, terms=sigmoid_terms,
+    asks="each pair on its side of one threshold",
+    options={
+        "param": ("relative", "absolute"), "pair_reduction": ("anchor", "pair", "balanced"),
+        "trains": ("both", "t", "bias", "none"), "bias": 0.0, "self_positive": ("never", "always"),
+        "pairs": ("labels", "hidden-head"), "adapter": ("no", "yes"),
+    },
+    idle_with={"self_positive": ("pairs", "hidden-head")},  # where a token meets its own row in any case
+    excludes={("adapter=yes", "pairs=labels"):
+              "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"},
+    other_options=("trains", "pairs", "adapter"), scalars=_scalars,
+    meets_heads=lambda options: options["pairs"] == "hidden-head",
+    example=ExampleSettings(weight=0.1, options="pair_reduction=balanced,trains=none"),
+    invariant=("scale", "rotation", "names", "order"),
+)  # fmt: skip

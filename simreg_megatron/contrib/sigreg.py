@@ -16,11 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.contrib.draws import seeded_generator
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, unit_rows
 from simreg_megatron.losses._chunks import checked, chunk_length
-from simreg_megatron.losses.roles import seeded_generator
-from simreg_megatron.objectives.built_in import UNSCALED
+from simreg_megatron.objectives import ExampleSettings, Kind, Objective, Options
+from simreg_megatron.parallel.collectives import sum_over
+from simreg_megatron.parallel.objectives import Replicas, own_tokens, sum_over_sequence
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.shard import SequenceShard
 
 ESTIMATORS = ("mean", "epps-pulley")
 NORMALIZATIONS = ("sqrt-d", "unit", "none")
@@ -28,6 +33,10 @@ NUM_DIRECTIONS = {"mean": 16, "epps-pulley": 256}
 _NUM_KNOTS = {"mean": 16, "epps-pulley": 17}
 _FURTHEST = 3.0
 _WORKSPACE = 32 << 20  # bytes of the projections of one tile
+UNSCALED = (
+    "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 for all states "
+    "do: the loss hardly separates an even spread from a collapse, and descends towards the latter; use sqrt-d"
+)
 
 
 def sigreg_loss(
@@ -189,3 +198,47 @@ class _WaveSums(torch.autograd.Function):
 def _tiles(rows: Tensor, directions: Tensor) -> list[slice]:
     step = max(1, _WORKSPACE // max(1, rows.shape[0] * len(directions) * rows.element_size()))
     return [slice(first, first + step) for first in range(0, rows.shape[1], step)]
+
+
+def sigreg_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
+) -> Tensor:
+    """Compute T of each anchor's sample, [B, A]; 0 if a token is in none. A collective if a sample spans ranks.
+
+    Directions follow from the iteration: all micro-batches of a step share them.
+    """
+    options, tokens = config.options, own_tokens(views, shard)
+    estimator, sample = str(options["estimator"]), str(options["sample"])
+    number, drawn_by = int(options["directions"]) or NUM_DIRECTIONS[estimator], int(options["seed"])
+    width, device = tokens.embeddings.shape[-1], tokens.embeddings.device
+    directions = random_directions(number, width, seed=drawn_by, iteration=iteration, device=device)
+    rows = normalized(tokens.embeddings, tokens.usable, str(options["normalize"]))
+    if sample == "chunk":
+        size = chunk_length(shard.layout.length, config.chunk_size)
+        members = in_samples(tokens.usable, tokens.positions // size, -(-shard.layout.length // size))
+    else:  # one sample, of one long sequence
+        rows, members = rows.flatten(0, 1).unsqueeze(0), tokens.usable.reshape(1, 1, -1)
+    sums = sum_over_sequence(wave_sums(rows, members, directions, estimator), shard)
+    counts = sum_over_sequence(members.sum(dim=-1), shard)
+    if sample == "replicas":
+        sums, counts = (sum_over(part, replicas()) for part in (sums, counts))
+    return spread(statistic(sums, counts, estimator), members).reshape(tokens.usable.shape)
+
+
+def _by_chunk(options: Options) -> bool:
+    return options["sample"] == "chunk"
+
+
+SIGREG = Objective(
+    name="sigreg", kind=Kind.SUMS, terms=sigreg_terms,
+    asks="an isotropic Gaussian, seen through random directions", labels="no",
+    sent="2 x knots x directions numbers a sample",
+    options={
+        "estimator": ("mean", "epps-pulley"), "normalize": ("sqrt-d", "unit", "none"),
+        "sample": ("chunk", "micro-batch", "replicas"), "directions": 0, "seed": 0,  # directions: 0 is the estimator's
+    },
+    limits={"directions": (0, 65_536)},  # each is as wide as a state
+    warning=lambda options: UNSCALED if options["normalize"] == "unit" else None,
+    draws=True, has_chunks=_by_chunk, takes_rows=_by_chunk,
+    example=ExampleSettings(weight=0.3), invariant=("scale", "names", "order"),
+)  # fmt: skip

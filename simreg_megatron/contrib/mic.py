@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.contrib.prefixes_ce import prefixes_within
+from simreg_megatron.contrib.sigreg import in_samples
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, unit_rows
 from simreg_megatron.losses._chunks import Add, checked, chunk_length
-from simreg_megatron.losses.prefixes_ce import prefixes_within
-from simreg_megatron.losses.sigreg import in_samples
+from simreg_megatron.notices import log_once
+from simreg_megatron.objectives import ExampleSettings, Kind, Objective
+from simreg_megatron.parallel.objectives import Replicas, own_tokens, sum_over_sequence
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.shard import SequenceShard
 
 POOLS = ("chunk", "sequence", "token")
 NORM_SCOPES = ("sequence", "batch")
@@ -232,3 +238,42 @@ def _root(squares: Tensor) -> Tensor:
     """Take the square root, with derivative 0 at 0: a feature that never changes gets no gradient."""
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
+
+
+def mic_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
+) -> Tensor:
+    """Compute L of the micro-batch for each anchor, [B, A]; 0 if a token does not count. A collective."""
+    tokens = own_tokens(views, shard)
+    options = MICOptions(**{**config.options, "prefixes": config.prefixes})  # type: ignore[arg-type]
+    alone = pools_tokens(options, len(tokens.usable), shard.layout.length, config.chunk_size)
+    if alone and options.pool != "token":
+        log_once(f"SimReg objective mic: a micro-batch has one {options.pool} here, so tokens stand by themselves")
+    value = mic_value(
+        tokens.embeddings, tokens.usable, tokens.positions, shard.layout.length,
+        options=options, chunk_size=config.chunk_size, add=lambda part: sum_over_sequence(part, shard),
+    )  # fmt: skip
+    return torch.where(tokens.usable, value, 0.0)
+
+
+_PARTS = ("correlation", "variance", "balance", "uniformity")
+
+MIC = Objective(
+    name="mic", kind=Kind.SUMS, terms=mic_terms,
+    asks="first features that do not repeat the others, and are spread", labels="no",
+    sent="means, deviations, and a matrix of correlations",
+    options={
+        "prefixes": "auto", "pool": ("chunk", "sequence", "token"), "norm_scope": ("sequence", "batch"),
+        "threshold": 0.1, "t": 2.0, **dict.fromkeys(_PARTS, 1.0),
+    },
+    limits=dict.fromkeys(("threshold", "t", *_PARTS), (0, math.inf)),
+    idle_with={
+        "threshold": ("correlation", 0), "t": ("uniformity", 0),
+        "norm_scope": ("correlation variance", 0), "pool": ("balance uniformity", 0),
+    },
+    excludes={tuple(f"{part}=0.0" for part in _PARTS):
+              "the weights of all four parts of SimReg objective mic are 0: leave one above 0"},
+    has_chunks=lambda options: options["pool"] == "chunk", takes_rows=lambda options: True,
+    prefixes_below_width=True,  # it compares with the rest
+    example=ExampleSettings(weight=0.02), invariant=("names", "order"),
+)  # fmt: skip

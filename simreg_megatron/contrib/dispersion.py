@@ -11,10 +11,15 @@ import math
 import torch
 from torch import Tensor
 
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.contrib.draws import random_numbers
 from simreg_megatron.kernels.precision import product
-from simreg_megatron.losses._anchored import check_temperature, log_sum, unit_rows
+from simreg_megatron.losses._anchored import check_temperature, doubt, log_sum, unit_rows
 from simreg_megatron.losses._chunks import Add, checked, is_number
-from simreg_megatron.losses.roles import random_numbers
+from simreg_megatron.objectives import ExampleSettings, Kind, Objective
+from simreg_megatron.parallel.objectives import Replicas, own_tokens, sum_over_sequence
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.shard import SequenceShard
 
 _PARALLEL = 32  # units of rounding: below this sin^2 of an angle, its direction is lost
 
@@ -106,3 +111,27 @@ def _distances(rows: Tensor, clamp: float) -> Tensor:
     at = cosines.detach().clamp(clamp - 1, 1 - clamp)
     slopes = ((1 - at) * (1 + at)).clamp(min=_PARALLEL * torch.finfo(at.dtype).eps).rsqrt()
     return (at.acos() - slopes * (cosines - cosines.detach())) / math.pi
+
+
+def dispersion_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
+) -> Tensor:
+    """Compute L of each anchor's sequence, [B, A]; 0 if a token does not count. A collective of the sampled states.
+
+    All micro-batches of a step draw the same positions.
+    """
+    options, (rows, _, usable, positions) = config.options, own_tokens(views, shard)
+    order = random_numbers(shard.layout.length, seed=int(options["seed"]), iteration=iteration, device=rows.device)
+    given = config.tau, int(options["tokens"]), float(options["clamp"])
+    values = dispersion_value(rows, usable, positions, order, *given, lambda part: sum_over_sequence(part, shard))
+    return torch.where(usable, values.unsqueeze(-1) + doubt(rows), 0.0)
+
+
+DISPERSION = Objective(
+    name="dispersion", kind=Kind.SUMS, temperature=1.0, terms=dispersion_terms,
+    asks="pairs of tokens at wide angles", labels="no", sent="states of the sampled tokens",
+    options={"tokens": 256, "clamp": 0.0, "seed": 0},
+    limits={"tokens": (2, math.inf), "clamp": (0, 0.99)},
+    draws=True, has_chunks=lambda options: False, takes_rows=lambda options: True,
+    example=ExampleSettings(options="tokens=8", chunk_size=None), invariant=("scale", "rotation", "names"),
+)  # fmt: skip

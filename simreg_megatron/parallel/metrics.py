@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses import geometry
+from simreg_megatron.losses.geometry import norm_table
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.measures import geometry, naming
-from simreg_megatron.measures.geometry import norm_table
 from simreg_megatron.notices import log_once
+from simreg_megatron.parallel import naming
 from simreg_megatron.parallel.collectives import quantiles_over
 from simreg_megatron.parallel.heads import has_whole_head, margins
 from simreg_megatron.parallel.learnable import as_logged

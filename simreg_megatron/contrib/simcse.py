@@ -10,19 +10,29 @@ tokens, d features.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, check_temperature, unit_rows
 from simreg_megatron.losses._chunks import checked
+from simreg_megatron.objectives import TWICE, ExampleSettings, Kind, Objective
+from simreg_megatron.parallel.collectives import sum_over
+from simreg_megatron.parallel.objectives import Replicas, own_tokens, sum_over_sequence
+from simreg_megatron.parallel.pairs import View
+from simreg_megatron.parallel.shard import SequenceShard
 
 VIEWS = ("halves", "dropout")
 POOLINGS = ("mean", "last")
 DROPOUT = 0.1
+LARGEST_SCALE = 100.0  # upper limit of a learned scale of the cosines
 
 
 def simcse_loss(
@@ -159,3 +169,63 @@ def _mixed(numbers: Tensor) -> Tensor:
     for factor in (-49064778989728563, -4265267296055464877):
         numbers = (numbers ^ ((numbers >> 33) & 0x7FFFFFFF)) * factor
     return numbers ^ ((numbers >> 33) & 0x7FFFFFFF)
+
+
+def scaled(temperature: float, log_scale: Tensor | None) -> float | Tensor:
+    """tau, or exp(-min(theta, log 100)) of a trained theta, with derivative 1 inside, or it would stay beyond."""
+    check_temperature("temperature", temperature)
+    if log_scale is None:
+        return temperature
+    return (-(log_scale - (log_scale.detach() - math.log(LARGEST_SCALE)).clamp(min=0))).exp()
+
+
+def simcse_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor], replicas: Replicas,
+    symmetric: bool = False,
+) -> Tensor:  # fmt: skip
+    """Give every usable token the loss of its sequence, [B, A]; `symmetric` takes the mean of both directions."""
+    view, (embeddings, labels, usable, positions) = str(config.options.get("view", "halves")), own_tokens(views, shard)
+    in_second, last = positions >= first_part(shard.layout.length, view), None
+    if config.options.get("pooling") == "last":
+        last = last_positions(usable, positions, in_second)
+        for group in shard.anchor_groups:
+            dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
+    parts = pooled(embeddings, labels, usable, positions, in_second, last)
+    whole = Pooled._make(sum_over_sequence(part, shard) for part in parts)
+    first, second, takes_part = two_views(whole, view)
+    temperature = scaled(config.tau, learned.get("log_scale"))
+    place, others = 0, (first, second, takes_part)
+    if config.options.get("gather") == "yes":
+        place, others = _gather_replicas(first, second, takes_part, replicas())
+    losses = sequence_losses(first, others[1], takes_part, others[2], place, temperature)
+    if symmetric:
+        back = sequence_losses(second, others[0], takes_part, others[2], place, temperature)
+        losses = (losses + back) / 2
+    return torch.where(usable, losses.unsqueeze(-1), 0.0)
+
+
+def _gather_replicas(
+    first: Tensor, second: Tensor, takes_part: Tensor, group: dist.ProcessGroup
+) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+    """Gather the sequences of all data-parallel ranks [s, ...], and return where this rank's begin among them.
+
+    Backward: every replica's loss reaches the sequences of every other.
+    """
+    place = group.rank() * len(first)
+
+    def gathered(own: Tensor) -> Tensor:
+        whole = own.new_zeros(group.size() * len(own), *own.shape[1:])
+        whole[place : place + len(own)] = own
+        return sum_over(whole, group)
+
+    return place, (gathered(first), gathered(second), gathered(takes_part.int()) > 0)
+
+
+SIMCSE = Objective(
+    name="simcse", kind=Kind.SEQUENCES, temperature=0.05, terms=simcse_terms,
+    asks="two views of a sequence closer than other sequences", labels="no", sent="sums of states of each sequence",
+    options={"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
+    not_offered={("view", "forward2"): TWICE},
+    takes_rows=lambda options: True,
+    example=ExampleSettings(chunk_size=None), invariant=("rotation", "names"),
+)  # fmt: skip

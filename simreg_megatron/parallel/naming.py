@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron.measures import geometry
-from simreg_megatron.measures.geometry import NormSums, coefficient_of_variation, cohens_d, mean_norm
+from simreg_megatron.losses import geometry
+from simreg_megatron.losses.geometry import NormSums, coefficient_of_variation, cohens_d, mean_norm
 
 # Places in the tensor; terms of further objectives come last.
 TERM, TOKENS, ALL_MASKED, ZERO_NORM, ONE_LABEL = range(5)
