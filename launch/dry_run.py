@@ -12,7 +12,7 @@ from launch import data, preflight, sizes
 from launch.flags import flag_number, flag_value
 from launch.planned import ROOT, Machine, Plan
 from simreg_megatron.cpu.installed import python_path
-from simreg_megatron.objectives.built_in import note_on_lambda
+from simreg_megatron.objectives import note_on_lambda
 
 BUILTIN_VOCABULARY = 4096
 # torchrun's own names for its rendezvous; launch/start.bash fills them in for a dry run, which has no torchrun.

@@ -12,7 +12,6 @@ from simreg_megatron import objectives
 from simreg_megatron.config import values
 from simreg_megatron.config.schedule import Schedule, parsed
 from simreg_megatron.notices import refuse
-from simreg_megatron.objectives import built_in
 from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar, checked_options
 
 
@@ -247,12 +246,12 @@ class SimRegConfig:
 
     def weight(self, hidden_size: int) -> float:
         """lambda as a number for a model of this width, that of the authors' rule if it is "auto"."""
-        return built_in.authors_lambda(hidden_size) if self.lambda_ == "auto" else float(self.lambda_)
+        return objectives.authors_lambda(hidden_size) if self.lambda_ == "auto" else float(self.lambda_)
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
 CHOICES = {
-    "scope": ("exact", "local"), "placement": ("post-norm", "pre-norm"), "impl": built_in.IMPLEMENTATIONS,
-    "similarity": ("cosine", "dot", "qnorm", "dnorm", "learnable"), "group_reduce": built_in.GROUP_REDUCTIONS,
-    "self_positive": built_in.SELF_POSITIVES, "chunk_weight": built_in.CHUNK_WEIGHTS,
+    "scope": ("exact", "local"), "placement": ("post-norm", "pre-norm"), "impl": objectives.IMPLEMENTATIONS,
+    "similarity": ("cosine", "dot", "qnorm", "dnorm", "learnable"), "group_reduce": objectives.GROUP_REDUCTIONS,
+    "self_positive": objectives.SELF_POSITIVES, "chunk_weight": objectives.CHUNK_WEIGHTS,
 }  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.contrib.draws import random_numbers
+from simreg_megatron.contrib.shared import random_numbers
 from simreg_megatron.losses._chunks import NO_LABEL, chunk_length, fold, unfold
 from simreg_megatron.objectives import Kind, Objective, Options
 

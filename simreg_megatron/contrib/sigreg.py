@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.contrib.draws import seeded_generator
+from simreg_megatron.contrib.shared import Replicas, own_tokens, seeded_generator, sum_over, sum_over_sequence
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, unit_rows
 from simreg_megatron.losses._chunks import checked, chunk_length
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective, Options
-from simreg_megatron.parallel.collectives import sum_over
-from simreg_megatron.parallel.objectives import Replicas, own_tokens, sum_over_sequence
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
 

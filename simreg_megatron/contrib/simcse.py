@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.contrib.shared import Replicas, own_tokens, sum_over, sum_over_sequence
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, check_temperature, unit_rows
 from simreg_megatron.losses._chunks import checked
 from simreg_megatron.objectives import TWICE, ExampleSettings, Kind, Objective
-from simreg_megatron.parallel.collectives import sum_over
-from simreg_megatron.parallel.objectives import Replicas, own_tokens, sum_over_sequence
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
 

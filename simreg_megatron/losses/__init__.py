@@ -16,12 +16,13 @@ __all__ = [
     "Block", "BlockTerms", "cosine_logits", "label_pairs", "log_sum", "mean_over", "self_pairs", "simreg_loss",
     "spread",
 ]  # fmt: skip
-_CONTRIB = ("cpretrain", "creg", "dispersion", "mic", "prefixes_ce", "sce", "sigmoid", "sigreg", "simcse")
+_ELSEWHERE = {"creg": "baselines", "sce": "baselines"}
+_ELSEWHERE |= {name: name for name in ("cpretrain", "dispersion", "mic", "prefixes_ce", "sigmoid", "sigreg", "simcse")}
 
 
 def __getattr__(name: str) -> Any:
     """Import a loss of `simreg_megatron.contrib`, such as `creg_loss`, where it is asked for under this package."""
-    module = name.removesuffix("_loss")
-    if name == module or module not in _CONTRIB:
+    module = _ELSEWHERE.get(name.removesuffix("_loss"))
+    if module is None or not name.endswith("_loss"):
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return getattr(importlib.import_module(f"simreg_megatron.contrib.{module}"), name)

@@ -20,7 +20,7 @@ from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, get_similarity, log_sum
 from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
-from simreg_megatron.objectives.built_in import CHUNK_WEIGHTS, FORMS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
+from simreg_megatron.objectives import CHUNK_WEIGHTS, FORMS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
 
 AUTO: dict[tuple[str, torch.dtype], str] = {}
 """The form behind "auto" by kind of device and type of the rows, if one was tried; else tiled."""

@@ -13,19 +13,35 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 
-from simreg_megatron.objectives.built_in import NONE, SIMREG
 from simreg_megatron.objectives.record import TWICE, ExampleSettings, Kind, Objective, Options, Scalar
 
 __all__ = ["BUILT_IN", "GROUP", "TWICE", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
+GROUP_REDUCTIONS = ("sum", "mean")
+FORMS = ("triton", "tiled")  # of SimReg: the fast ones
+IMPLEMENTATIONS = ("auto", "reference", *reversed(FORMS))
+SELF_POSITIVES = ("always", "only_if_alone", "never")
+CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
+
+SIMREG = Objective(
+    name="simreg", kind=Kind.SIMREG, temperature=0.01,
+    asks="states of one label closer than all others, by a softmax",
+    options={"prefixes": "whole"}, invariant=("scale", "rotation", "names", "order"),
+)  # fmt: skip
+NONE = Objective(
+    name="none", kind=Kind.SIMREG, temperature=0.01, trains=False,
+    asks="nothing: SimReg is measured in log steps, and not trained on",
+    example=ExampleSettings(weight=0.0), invariant=("scale", "rotation", "names", "order"),
+)  # fmt: skip
+
 GROUP = "simreg_megatron.objectives"
 _CORE = {each.name: each for each in (SIMREG, NONE)}
 _CONTRIB = {  # entry points, too, but not in the package's metadata: a clone on PYTHONPATH has none
-    "simcse": "simcse:SIMCSE", "cpretrain": "cpretrain:CPRETRAIN", "creg": "creg:CREG", "sce": "sce:SCE",
+    "simcse": "simcse:SIMCSE", "cpretrain": "cpretrain:CPRETRAIN", "creg": "baselines:CREG", "sce": "baselines:SCE",
     "sigreg": "sigreg:SIGREG", "sigmoid": "sigmoid:SIGMOID", "mic": "mic:MIC", "dispersion": "dispersion:DISPERSION",
-    "prefixes-ce": "heads:PREFIXES_CE", "z-loss": "heads:Z_LOSS",
-    "placebo": "placebo:PLACEBO",
+    "prefixes-ce": "prefixes_ce:PREFIXES_CE", "z-loss": "prefixes_ce:Z_LOSS", "placebo": "placebo:PLACEBO",
 }  # fmt: skip
 BUILT_IN = ("simreg", *_CONTRIB, "none")
 """Names of the objectives of this package."""
@@ -63,3 +79,20 @@ def find(name: str) -> Objective:
     if fault:
         raise ValueError(f"{source} is wrong: {fault}")
     return record
+
+
+def authors_lambda(hidden_size: int) -> float:
+    """Return the authors' lambda for a model of this width: 10 * sqrt(hidden_size / 1024)."""
+    return 10.0 * math.sqrt(hidden_size / 1024)
+
+
+def note_on_lambda(objective: str, given: float | str, hidden_size: int) -> str:
+    """Warn of `auto` for an objective that it is not made for, and of a lambda above twice the authors' for this width:
+    10, theirs at 1024, harms a tiny model."""
+    if given == "auto":
+        fits = objective in ("simreg", "placebo")
+        return "" if fits else f"lambda auto is the rule for simreg and says nothing about {objective}: give a number"
+    usual = authors_lambda(hidden_size)
+    if objective != "simreg" or float(given) <= 2 * usual:
+        return ""
+    return f"lambda {given:g} is large for width {hidden_size}, where the authors' rule (auto) gives {usual:.1f}"

@@ -31,11 +31,11 @@ class Kind(enum.Enum):
     PAIRS = "chunks"
     """terms(*, temperature, **options) -> BlockTerms of `simreg_megatron.losses`: the terms of a block of chunks."""
     SEQUENCES = "whole sequences of a micro-batch"
-    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.parallel.objectives`."""
+    """terms(config, views, shard, learned, replicas) -> [B, A]; see `contrib.shared`."""
     SUMS = "sums over a sample"
-    """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.parallel.objectives`."""
+    """terms(config, views, shard, iteration, replicas) -> [B, A]; see `contrib.shared`."""
     HEAD = "the output layer"
-    """terms(config, model, hidden_states, labels, valid, shard) -> [B, A]; see `simreg_megatron.contrib.heads`."""
+    """terms(config, model, hidden_states, labels, valid, shard) -> [B, A]; see `contrib.prefixes_ce.head_terms`."""
 
 
 STAY = (Kind.SEQUENCES, Kind.SUMS, Kind.HEAD)

@@ -90,45 +90,6 @@ def share_work(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _ShareWork.apply(rows, group)
 
 
-class _SumOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-def sum_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum the parts of all ranks, on every rank. Backward: sum the gradients of all ranks, as each reads the sum."""
-    return _SumOver.apply(part, group)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.dtype = group, own.dtype
-        return wide(gather(own, group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own.to(ctx.dtype), None
-
-
-def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate all ranks' rows, at least float32. Backward: each rank gets its rows' gradients, summed."""
-    return _GatherRows.apply(own, group)
-
-
 @torch.no_grad()
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the tensors of all ranks: [S, ...] of each rank, S the same on all -> [ranks * S, ...]."""

@@ -14,10 +14,9 @@ from torch.nn import functional
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses import geometry
-from simreg_megatron.losses.geometry import norm_table
+from simreg_megatron.losses.geometry import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_table
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.notices import log_once
-from simreg_megatron.parallel import naming
 from simreg_megatron.parallel.collectives import quantiles_over
 from simreg_megatron.parallel.heads import has_whole_head, margins
 from simreg_megatron.parallel.learnable import as_logged
@@ -30,13 +29,38 @@ _KEPT_MICRO_BATCHES = 4096  # whose margins are kept, at most: some loops never 
 _WIDEST = 4096  # beyond it the products of all features take too much memory to be logged by the way
 
 
+# Places in the tensor; terms of further objectives come last.
+TERM, TOKENS, ALL_MASKED, ZERO_NORM, ONE_LABEL = range(5)
+ODDITIES = {
+    ALL_MASKED: "sequences (or a rank's parts of them) whose tokens are all masked",
+    ONE_LABEL: "tokens in chunks with one label only",
+    ZERO_NORM: "hidden states of norm zero",
+}
+PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
+NORMS = slice(11, 14)  # geometry.NormSums of the tokens that count
+ONCE_NORMS, OFTEN_NORMS = slice(14, 17), slice(17, 20)  # of tokens alone with their label in a chunk; of all others
+OF_LABELS = slice(ONCE_NORMS.start, OFTEN_NORMS.stop)
+MARGIN, RIGHT_MARGIN = slice(20, 22), slice(22, 24)  # sum and count of classification margins
+OF_MARGINS = slice(MARGIN.start, RIGHT_MARGIN.stop)
+NUMBER = 24
+MEASURED = slice(ALL_MASKED, NUMBER)  # in log steps alone; what is before it, and terms behind it, in every step
+
+_SHARES = (0.1, 0.5, 0.9)
+QUANTILES = {f"simreg margin {share:.0%}": share for share in _SHARES}
+RIGHT_QUANTILES = {f"simreg margin of right predictions {share:.0%}": share for share in _SHARES}
+_NOT_IN_CONSOLE = (  # Megatron's line is long enough
+    "simreg norm difference of rare labels", "simreg effective rank", "simreg mean cosine",
+    "simreg margin of right predictions", "simreg share of right predictions", *QUANTILES, *RIGHT_QUANTILES,
+)  # fmt: skip
+
+
 class Metrics:
     """Sums and counts of one log interval on this rank, in one device tensor that lives as long as the run."""
 
     def __init__(self, config: SimRegConfig) -> None:
         self._parts = config.parts
         self._objectives = names = [part.objective for part in config.parts]
-        self._term_slots = [naming.TERM, *range(naming.NUMBER, naming.NUMBER + len(names) - 1)]
+        self._term_slots = [TERM, *range(NUMBER, NUMBER + len(names) - 1)]
         self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
         self.config = config.parts[self.primary]
         self.has_geometry = True  # else it is measured in no step
@@ -52,7 +76,7 @@ class Metrics:
 
     def _nothing(self, device: torch.device) -> Tensor:
         """Zeros, and with a document mask one more: tokens that are not of their view's first document."""
-        size = naming.NUMBER + len(self._term_slots) - 1 + self.config.document_mask
+        size = NUMBER + len(self._term_slots) - 1 + self.config.document_mask
         return torch.zeros(size, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -70,13 +94,13 @@ class Metrics:
         for slot, total in zip(self._term_slots, totals, strict=True):
             self._sums[slot].add_(total)
         own_valid = shard.own_columns(valid)
-        self._sums[naming.TOKENS].add_(own_valid.sum(dtype=torch.float64))
+        self._sums[TOKENS].add_(own_valid.sum(dtype=torch.float64))
         if self.wants_geometry:
-            self._sums[naming.ALL_MASKED].add_((~own_valid.any(dim=1)).sum())
+            self._sums[ALL_MASKED].add_((~own_valid.any(dim=1)).sum())
             if views:  # a view leaves out masked tokens, and hidden states of norm zero
                 usable = sum(view.usable[:, slice(*view.anchors)].sum() for view in views)
-                self._sums[naming.ZERO_NORM].add_(own_valid.sum() - usable)
-            self._add_norms(naming.NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
+                self._sums[ZERO_NORM].add_(own_valid.sum() - usable)
+            self._add_norms(NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(self._parts, learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
@@ -105,11 +129,11 @@ class Metrics:
         same, different = (count[:, own] for count in pair_counts(view.labels, view.usable, **met))
         cosines = geometry.row_cosines(view.embeddings, view.labels, view.usable, anchors=view.anchors, **met)
         pairs = geometry.pair_sums(cosines, same, different)
-        self._sums[naming.PAIRS].add_(pairs)
+        self._sums[PAIRS].add_(pairs)
         if not self.config.sends_no_rows:  # those do not ask for other labels
-            self._sums[naming.ONE_LABEL].add_(usable.sum() - pairs[-1])
+            self._sums[ONE_LABEL].add_(usable.sum() - pairs[-1])
         alone = usable & (same == 0)
-        self._add_norms(naming.OF_LABELS, view.embeddings[:, own], torch.stack([alone, usable ^ alone]))
+        self._add_norms(OF_LABELS, view.embeddings[:, own], torch.stack([alone, usable ^ alone]))
 
     def _add_norms(self, place: slice, states: Tensor, weights: Tensor) -> None:
         self._sums[place].add_(norm_table(states, weights).flatten())
@@ -138,7 +162,7 @@ class Metrics:
         counted, right = own_labels >= 0, found > 0  # a tie, at 0, is no right prediction
         left_out = torch.stack([~counted, ~right])
         sums = torch.stack([found.double().masked_fill(left_out, 0.0), ~left_out], dim=1)
-        self._sums[naming.OF_MARGINS].add_(sums.sum(dim=(-2, -1)).flatten())
+        self._sums[OF_MARGINS].add_(sums.sum(dim=(-2, -1)).flatten())
         self._margins.append(torch.where(counted, found, torch.nan).flatten())
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
@@ -150,14 +174,14 @@ class Metrics:
         if self._sums is None:
             return {}
         sums, moments = self._sums.clone(), self._moments or []
-        (self._sums if reset else self._sums[naming.MEASURED]).zero_()
+        (self._sums if reset else self._sums[MEASURED]).zero_()
         self._moments = None
         for group in (dp_cp_group, self._tensor_group):
             if group is not None and group.size() > 1:
                 for part in (sums, *moments):
                     dist.all_reduce(part, group=group)
         quantiles = self._margin_quantiles(dp_cp_group)
-        for slot, what in naming.ODDITIES.items():  # tokens that SimReg had to leave out, which only the data knew
+        for slot, what in ODDITIES.items():  # tokens that SimReg had to leave out, which only the data knew
             if slot not in self._oddities_logged and (count := int(sums[slot])):
                 self._oddities_logged.add(slot)
                 log_once(f"SimReg left out {count} {what} in the steps that are logged; their term and gradient are 0")
@@ -168,11 +192,11 @@ class Metrics:
                     "warning: --simreg-document-mask has no effect so far: no chunk of this step reaches into a second "
                     "document; if yours are shorter, tokenize them with an end-of-document token after each"
                 )
-        named = naming.losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
+        named = named_losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
         has_measured, self._has_measured = self._has_measured, False
         if has_measured:
-            named |= naming.geometry_of(sums, moments) | self._learned
-            named |= naming.margins(sums) | quantiles if quantiles else {}
+            named |= named_geometry(sums, moments) | self._learned
+            named |= named_margins(sums) | quantiles if quantiles else {}
         elif self.has_geometry:
             log_once(
                 "SimReg: only its loss is logged, as no step since the last log was measured: call "
@@ -188,8 +212,62 @@ class Metrics:
         margins_of_all = torch.cat(list(self._margins))
         of_right = torch.where(margins_of_all > 0, margins_of_all, torch.nan)  # NaN is left out
         found: dict[str, Tensor] = {}
-        for wanted, values in ((naming.QUANTILES, margins_of_all), (naming.RIGHT_QUANTILES, of_right)):
+        for wanted, values in ((QUANTILES, margins_of_all), (RIGHT_QUANTILES, of_right)):
             quantiles = quantiles_over(values, list(wanted.values()), groups)
             found |= dict(zip(wanted, quantiles.unbind(), strict=True))
         self._margins.clear()
         return found
+
+
+def _mean(sums: Tensor, numerator: int, denominator: int) -> Tensor:
+    return (sums[numerator] / sums[denominator].clamp(min=1)).float()
+
+
+def named_losses(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
+    """Name each objective's mean term, found in the given slot."""
+    shown = {"simreg" if name == "none" else name: slot for name, slot in objectives.items()}
+    return {f"{name} loss": _mean(sums, slot, TOKENS) for name, slot in shown.items()}
+
+
+def named_geometry(sums: Tensor, moments: list[Tensor]) -> dict[str, Tensor]:
+    """Name cosines, norms, angles, and the isotropy of the states if moments were measured."""
+    positive, negative, largest = (_mean(sums, place, place + 1) for place in range(PAIRS.start, PAIRS.stop, 2))
+    norms, once, often = (NormSums(*sums[place].unbind()) for place in (NORMS, ONCE_NORMS, OFTEN_NORMS))
+    named = {
+        "simreg positive cosine": positive,
+        "simreg negative cosine": negative,
+        "simreg largest negative cosine": largest,
+        "simreg norm": mean_norm(norms),
+        "simreg norm variation": coefficient_of_variation(norms),
+        "simreg norm difference of rare labels": cohens_d(once, often),
+        "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
+    }
+    if moments:
+        names = "simreg isotropy", "simreg effective rank", "simreg mean cosine"
+        named |= zip(names, geometry.isotropy(geometry.Moments._make(moments)), strict=True)
+    return {name: value.float() for name, value in named.items()}
+
+
+def named_margins(sums: Tensor) -> dict[str, Tensor]:
+    """Name mean margins and the share of right predictions; NaN if there are none."""
+    total, number = sums[MARGIN]
+    of_right, number_right = sums[RIGHT_MARGIN]
+    return {
+        "simreg margin": (total / number).float(),
+        "simreg margin of right predictions": (of_right / number_right).float(),
+        "simreg share of right predictions": (number_right / number).float(),
+    }
+
+
+def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
+    """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations."""
+    advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
+    for name, value in means.items():
+        if name not in _NOT_IN_CONSOLE:
+            total_loss_dict[name] = value * max(1, advanced)
+
+
+def left_out_of_console(means: Mapping[str, Tensor]) -> str:
+    """Select the values that `training_log` does not print, as it prints only numbers of 0 and more."""
+    values = {name: float(value) for name, value in means.items() if name not in _NOT_IN_CONSOLE}
+    return " | ".join(f"{name}: {value:.6E}" for name, value in values.items() if not value >= 0)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg on a sequence that several ranks hold together: `chunk_views` gathers, `simreg_over_ranks` computes.
+"""Terms on a sequence that several ranks hold together: `chunk_views` gathers, `simreg_over_ranks` computes SimReg, and
+`objective_terms` another objective.
 
 Each rank computes the terms of its own anchors once, against all tokens of their chunks. Labels are gathered where
 chunks, chunk weights or documents reach beyond a rank; hidden states travel only where a chunk does.
@@ -9,18 +10,22 @@ Shapes: S rows of this rank, B micro-batch, D hidden, K tokens in a view, A anch
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses._anchored import anchored_terms, with_heads
 from simreg_megatron.losses._chunks import joined, with_direction
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import FORMS, chosen_impl, form_named, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
+from simreg_megatron.objectives.record import Kind
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
 from simreg_megatron.parallel.pairs import Pairs, View, terms_over_ranks
 from simreg_megatron.parallel.shard import Located, SequenceShard
@@ -101,6 +106,37 @@ def simreg_over_ranks(
         return with_roles(terms, views[0].roles)
     of_views = terms.split([view.roles.anchor.shape[1] for view in views], dim=1)
     return joined([with_roles(part, view.roles) for view, part in zip(views, of_views, strict=True)])
+
+
+def objective_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor], iteration: int,
+    replicas: Callable[[], dist.ProcessGroup],
+) -> Tensor:  # fmt: skip
+    """Compute term_i of every anchor of this rank, [B, A], in the order of its rows; a collective for some kinds.
+
+    Args:
+        learned: the scalars that the settings train, by name.
+        iteration: of the training loop, from 0.
+        replicas: returns the group of the ranks with other sequences.
+    """
+    record, options = config.record, config.options
+    kind = record.kind_with(options)
+    terms: Any = record.terms  # SimReg alone has none
+    if kind is not Kind.PAIRS:
+        found: Tensor = terms(config, views, shard, iteration if kind is Kind.SUMS else learned, replicas)
+        return found
+    given: dict[str, Any] = {name: value for name, value in options.items() if name not in record.other_options}
+    switches = ("yes", "no"), ("no", "yes")
+    given |= {name: value == "yes" for name, value in given.items() if record.options[name] in switches}
+    given |= {"headed": True} if config.meets_heads else {}
+    given |= {"temperature": config.tau} if record.temperature is not None else {}
+    block_terms = terms(**given | dict(learned))
+    parts = []
+    for view in views:
+        rows = view.embeddings if view.heads is None else with_heads(view.embeddings, view.heads)
+        where: dict[str, Any] = {"anchors": view.anchors, "documents": view.documents}
+        parts.append(anchored_terms(block_terms, rows, view.labels, view.usable, chunk_size=config.chunk_size, **where))
+    return torch.cat(parts, dim=1)
 
 
 def chunk_views(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import say
-from simreg_megatron.parallel.naming import add_to_console, left_out_of_console
+from simreg_megatron.parallel.metrics import add_to_console, left_out_of_console
 from simreg_megatron.parallel.sequence import fast_form
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.tokens import device_of, rows_dtype

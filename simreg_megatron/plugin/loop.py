@@ -14,7 +14,7 @@ from simreg_megatron.config import SimRegConfig, flags
 from simreg_megatron.losses import trial
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import forget, log_once, one_line, warn
-from simreg_megatron.objectives.built_in import note_on_lambda
+from simreg_megatron.objectives import note_on_lambda
 from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation, log, refusals
 from simreg_megatron.plugin.model import watch

@@ -22,9 +22,8 @@ from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.learnable import learned_scalars, wanted
 from simreg_megatron.parallel.metrics import Metrics
-from simreg_megatron.parallel.objectives import objective_terms
 from simreg_megatron.parallel.pairs import View
-from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
+from simreg_megatron.parallel.sequence import chunk_views, objective_terms, simreg_over_ranks
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.refusals import OTHER_LOSS
 from simreg_megatron.plugin.tokens import InnerStates, Reader, Tokens

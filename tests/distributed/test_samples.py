@@ -15,13 +15,12 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import geometry
-from simreg_megatron.parallel import metrics, naming
+from simreg_megatron.parallel import metrics
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
-from simreg_megatron.parallel.naming import QUANTILES, RIGHT_QUANTILES
-from simreg_megatron.parallel.objectives import objective_terms
+from simreg_megatron.parallel.metrics import QUANTILES, RIGHT_QUANTILES
 from simreg_megatron.parallel.pairs import View
-from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
+from simreg_megatron.parallel.sequence import chunk_views, objective_terms, simreg_over_ranks
 from simreg_megatron.parallel.shard import SequenceShard
 from tests.distributed.test_shard import LENGTH, TIGHT, WIDTH, over, part_of, pick, run_layout, sample
 from tests.helpers.processes import run_processes
@@ -144,7 +143,7 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
     model = SimpleNamespace(output_layer=SimpleNamespace(weight=table.chunk(layout.tensor_size)[rank[1]]))
     kept = metrics.Metrics(sigreg())
     kept.wants_geometry = True
-    kept._sums = torch.zeros(naming.NUMBER, dtype=torch.float64)
+    kept._sums = torch.zeros(metrics.NUMBER, dtype=torch.float64)
     kept.observe_predictions(model, states.detach(), own_labels, own_valid, shard)
     quantiles = kept._margin_quantiles(dist.group.WORLD)
     dist.all_reduce(kept._sums)
@@ -157,7 +156,7 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
 
     margins = (logits.gather(-1, index) - logits.scatter(-1, index, -torch.inf).amax(dim=-1, keepdim=True)).squeeze(-1)
     assert torch.equal(margins >= 0, right)
-    for place, members in ((naming.MARGIN, valid), (naming.RIGHT_MARGIN, valid & right)):
+    for place, members in ((metrics.MARGIN, valid), (metrics.RIGHT_MARGIN, valid & right)):
         expected = torch.stack([margins[members].sum(), members.sum().double()])
         torch.testing.assert_close(kept._sums[place], expected, rtol=1e-6, atol=1e-6)  # they are float32
     ordered, own = margins[valid].sort().values, margins[:, rank[0] :: 2][valid[:, rank[0] :: 2]].sort().values

@@ -117,28 +117,28 @@ def local_means_logged() -> None:
 
 def vocabulary_not_gathered() -> None:
     """A truncated output layer is normalized over each rank's own part of the vocabulary."""
-    from simreg_megatron.contrib import heads
+    from simreg_megatron.contrib import prefixes_ce
 
-    losses = heads.truncated_head_losses
-    heads.truncated_head_losses = lambda rows, local, here, head: losses(
+    losses = prefixes_ce.truncated_head_losses
+    prefixes_ce.truncated_head_losses = lambda rows, local, here, head: losses(
         rows, local, here, dataclasses.replace(head, tensor_group=None)
     )
 
 
 def halved_weight_gradient() -> None:
     """Half the gradient that the truncated output layer's weight gets."""
-    from simreg_megatron.contrib import heads
+    from simreg_megatron.contrib import prefixes_ce
 
-    handed_on = heads._handed_on
-    heads._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
+    handed_on = prefixes_ce._handed_on
+    prefixes_ce._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
 
 
 def other_anchors_dropped() -> None:
     """Each tensor-parallel rank takes its own anchors alone backwards through its part of the vocabulary."""
-    from simreg_megatron.contrib import heads
+    from simreg_megatron.contrib import prefixes_ce
 
-    share = heads.share_work
-    heads.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)
+    share = prefixes_ce.share_work
+    prefixes_ce.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)
 
 
 def overwritten_wrapper() -> None:

@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from simreg_megatron import SimRegConfig
 from simreg_megatron.objectives import Kind, Objective
 from simreg_megatron.parallel.layout import ShardLayout
-from simreg_megatron.parallel.objectives import objective_terms
-from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
+from simreg_megatron.parallel.sequence import chunk_views, objective_terms, simreg_over_ranks
 from simreg_megatron.parallel.shard import SequenceShard
 from tests.distributed.test_samples import check_rank
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2

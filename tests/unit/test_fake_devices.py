@@ -25,7 +25,7 @@ from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.contrib import dispersion, placebo, sigreg
-from simreg_megatron.objectives.built_in import IMPLEMENTATIONS
+from simreg_megatron.objectives import IMPLEMENTATIONS
 from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin.term import Regularizer
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.contrib import heads as contrib_heads
-from simreg_megatron.contrib.heads import TruncatedHead, truncated_head_losses
-from simreg_megatron.contrib.prefixes_ce import default_prefixes
+from simreg_megatron.contrib import prefixes_ce
+from simreg_megatron.contrib.prefixes_ce import TruncatedHead, default_prefixes, truncated_head_losses
 from simreg_megatron.losses import prefixes_ce_loss
 from simreg_megatron.parallel import heads
 from simreg_megatron.parallel.heads import Head
@@ -26,7 +25,7 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 @pytest.fixture(params=[64 << 20, 2 * 4 * VOCABULARY], ids=["one tile", "tiles of 2 tokens"])
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contrib_heads, "_SLAB", {"cpu": request.param, "cuda": request.param})
+    monkeypatch.setattr(prefixes_ce, "_SLAB", {"cpu": request.param, "cuda": request.param})
 
 
 def given(bias: bool = False) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def test_a_frozen_layer_gets_no_gradient() -> None:
 
 def test_no_logits_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between forward and backward a token keeps a number for each prefix, and a tile has its few tokens alone."""
-    monkeypatch.setattr(contrib_heads, "_SLAB", {"cpu": 2 * 4 * VOCABULARY, "cuda": 0})
+    monkeypatch.setattr(prefixes_ce, "_SLAB", {"cpu": 2 * 4 * VOCABULARY, "cuda": 0})
     shapes, logits = [], TruncatedHead.logits
 
     def watched(self: TruncatedHead, rows: Tensor, prefix: int) -> Tensor:

@@ -16,8 +16,7 @@ from simreg_megatron.losses import sigmoid_loss
 from simreg_megatron.objectives import Scalar
 from simreg_megatron.parallel import learnable
 from simreg_megatron.parallel.layout import ShardLayout
-from simreg_megatron.parallel.objectives import objective_terms
-from simreg_megatron.parallel.sequence import chunk_views
+from simreg_megatron.parallel.sequence import chunk_views, objective_terms
 from simreg_megatron.parallel.shard import SequenceShard
 from tests.helpers.fixtures import fixture_f1, random_tokens, without_pairs
 from tests.helpers.ways import kept_bytes

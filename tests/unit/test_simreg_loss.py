@@ -16,7 +16,7 @@ from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._anchored import SIMILARITIES, get_similarity, unit_rows
 from simreg_megatron.losses._chunks import Block
 from simreg_megatron.losses.simreg import _logits
-from simreg_megatron.objectives.built_in import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
+from simreg_megatron.objectives import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from simreg_megatron.parallel import sequence
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
