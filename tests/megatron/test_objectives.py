@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The neighbouring objectives in Megatron's own loop: they go on as if they had never stopped, and say what they do."""
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,8 +79,8 @@ def in_main_grad() -> None:
 
 def in_main_grad_unseen() -> None:
     """The same, and the truncated output layer leaves its gradient to autograd."""
-    from simreg_megatron.parallel import heads
+    from simreg_megatron.contrib import prefixes_ce
 
     in_main_grad()
-    truncated = heads._truncated
-    heads._truncated = lambda *args: dataclasses.replace(truncated(*args), fuses=False)
+    truncated = prefixes_ce.TruncatedHead
+    prefixes_ce.TruncatedHead = lambda *args: truncated(*args)._replace(fuses=False)
