@@ -92,28 +92,14 @@ def simreg_loss(
     _check_options(temperature, group_reduce, self_positive, chunk_weight, reduction, impl)
     get_similarity(similarity, exponents)  # checks them, as the fast forms do not look at them
     roles = token_roles(
-        labels,
-        usable,
-        documents=documents,
-        chunk_size=chunk_size,
-        group_reduce=group_reduce,
-        self_positive=self_positive,
-        chunk_weight=chunk_weight,
+        labels, usable, documents=documents, chunk_size=chunk_size, group_reduce=group_reduce,
+        self_positive=self_positive, chunk_weight=chunk_weight,
         dtype=torch.promote_types(embeddings.dtype, torch.float32),
-    )
+    )  # fmt: skip
     terms = simreg_terms(
-        embeddings,
-        labels,
-        usable,
-        roles,
-        documents=documents,
-        chunk_size=chunk_size,
-        temperature=float(temperature),
-        similarity=similarity,
-        exponents=exponents,
-        self_positive=self_positive,
-        impl=impl,
-    )
+        embeddings, labels, usable, roles, documents=documents, chunk_size=chunk_size, temperature=float(temperature),
+        similarity=similarity, exponents=exponents, self_positive=self_positive, impl=impl,
+    )  # fmt: skip
     if reduction == "none":
         return terms.reshape(shape)
     total = terms.sum()

@@ -14,7 +14,7 @@ Shapes: S rows of this rank, B micro-batch, D hidden, A anchors of this rank, K 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,9 @@ class View(NamedTuple):
     anchors: Run  # positions inside K
     roles: TokenRoles  # of the anchors, [B, A]
     heads: Tensor | None = None  # [B, K, D], the output layer's row for each label, where states meet these
+
+
+Part = tuple[View, Stretch]  # and chunks of its tokens
 
 
 class Pairs(NamedTuple):
@@ -73,12 +76,7 @@ class _SimReg(torch.autograd.Function):
             for stretch in stretches(view.run[1] - view.run[0], pairs.chunk_size, view.anchors)
         ]
         keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs)
-        if plan.shares_chunks and not keeps and shard.layout.borders is None:
-            found = list(_measured_together(parts, shard, plan, pairs))
-        else:
-            found = [
-                pairs.form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts
-            ]
+        found = _measured(parts, shard, plan, pairs, keeps=keeps)
         slopes = joined([each.slopes.flatten(2) for each in found], dim=2)
         ctx.save_for_backward(hidden_states, slopes, *[tensor for each in found for tensor in each.kept])
         ctx.rest, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
@@ -126,24 +124,40 @@ def _tokens(view: View, stretch: Stretch) -> Tokens:
     return Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
 
 
-def _measured_together(
-    parts: Sequence[tuple[View, Stretch]], shard: SequenceShard, plan: RowPlan, pairs: Pairs
-) -> Iterator[Measured]:
-    """Measure every part, with each pair computed on one rank alone. A collective."""
-    measured, form, labels = [], pairs.form, parts[0][0].labels
+def _measured(
+    parts: Sequence[Part], shard: SequenceShard, plan: RowPlan, pairs: Pairs, *, keeps: bool
+) -> list[Measured]:
+    """Measure every part; if ranks share the pairs, each is computed on one of them: then a collective."""
+    form, tau = pairs.form, pairs.temperature
+    shares = plan.shares_chunks and not keeps and shard.layout.borders is None
+    found = [
+        form.pair_sums(_tokens(*part), part[1].inside, tau, _rectangles(*part, plan) if shares else None, keep=keeps)
+        for part in parts
+    ]
+    if shares:
+        found = _summed(found, parts, shard)
+    return [form.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(found, parts, strict=True)]
+
+
+def _rectangles(view: View, stretch: Stretch, plan: RowPlan) -> list[tuple[Run, Run]]:
+    """Choose the pairs with anchors of other ranks that are computed here, by position in the chunk."""
+    start, stop = (view.run[0] + place for place in stretch.tokens)
+    if stop - start > stretch.length:  # several chunks hold nothing but anchors of this rank
+        return []
+    own = start + stretch.inside[0], start + stretch.inside[1]
+    found = shared_pairs((start, stop), own, plan.all_anchors)
+    return [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in found]
+
+
+def _summed(found: list[tuple[Kept, Tensor]], parts: Sequence[Part], shard: SequenceShard) -> list[tuple[Kept, Tensor]]:
+    """Add up the sums of all ranks. A collective."""
+    labels = parts[0][0].labels
     totals = torch.zeros(2, labels.shape[0], shard.layout.length, dtype=torch.float64, device=labels.device)
-    for view, stretch in parts:
-        tokens = _tokens(view, stretch)
-        start = view.run[0] + stretch.tokens[0]
-        chunk = start, view.run[0] + stretch.tokens[1]
-        own = start + stretch.inside[0], start + stretch.inside[1]
-        # Several chunks in a stretch hold nothing but anchors of this rank: there is nothing to share.
-        rectangles = shared_pairs(chunk, own, plan.all_anchors) if tokens.labels.shape[1] == 1 else []
-        inside = [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in rectangles]
-        part, sums = form.pair_sums(tokens, stretch.inside, pairs.temperature, inside)
-        totals[:, :, slice(*chunk)] += sums.flatten(2)
-        measured.append((part, stretch, chunk))
+    chunks = [totals[:, :, view.run[0] :][:, :, slice(*stretch.tokens)] for view, stretch in parts]
+    for chunk, (_, sums) in zip(chunks, found, strict=True):
+        chunk.add_(sums.flatten(2))
     shard.sum_over_anchors(totals)
-    for part, stretch, chunk in measured:
-        sums = totals[:, :, slice(*chunk)].view(2, *part.names.shape)
-        yield form.finish(part, sums[..., slice(*stretch.inside)], stretch.inside, pairs.temperature)
+    return [
+        (part, chunk.view(2, *part.names.shape)[..., slice(*stretch.inside)])
+        for chunk, (part, _), (_, stretch) in zip(chunks, found, parts, strict=True)
+    ]
