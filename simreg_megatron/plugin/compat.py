@@ -140,8 +140,7 @@ def mask_seams() -> list[Seam]:
 
 def logs_first_step() -> bool:
     """Return whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
-    log = inspect.unwrap(getattr(LOG_SEAM.holder(), LOG_SEAM.name))
-    return "is_first_iteration" in inspect.signature(log).parameters
+    return "is_first_iteration" in inspect.signature(getattr(LOG_SEAM.holder(), LOG_SEAM.name)).parameters
 
 
 def megatron_version() -> str:
@@ -180,10 +179,13 @@ def wrappers(model: Any) -> list[Any]:
     return found
 
 
+def as_list(model_chunks: Any) -> list[Any]:
+    return model_chunks if isinstance(model_chunks, list) else [model_chunks]
+
+
 def unwrapped(model_chunks: Any) -> list[Any]:
     """Return the models inside Megatron's wrappers; its own `unwrap_model` stops inside its FSDP and is new in 0.14."""
-    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
-    return [wrappers(chunk)[-1] for chunk in chunks]
+    return [wrappers(chunk)[-1] for chunk in as_list(model_chunks)]
 
 
 def language_models(model_chunks: Any) -> list[Any]:
