@@ -83,13 +83,12 @@ class SimRegConfig:
               for name, choices in CHOICES.items())
         )  # fmt: skip
         object.__setattr__(self, "objective_options", checked_options(record, self.objective_options))
-        has_none = record.temperature is None and self.temperature is not None
         if self.temperature is None:
             object.__setattr__(self, "temperature", record.temperature)
-        lowest, highest = values.TEMPERATURES
-        given = self._given
+        given, (lowest, highest) = self._given, values.TEMPERATURES
         refuse(
-            (has_none, f"SimReg objective {self.objective} has no temperature: drop the temperature"),
+            (record.temperature is None and self.temperature is not None,
+             f"SimReg objective {self.objective} has no temperature: drop the temperature"),
             (not lowest <= self.tau <= highest,
              f"the SimReg temperature must be a number from {lowest:g} to {highest:g}, not {self.tau}"),
             *((given[name] is not None and given[name] < least,
@@ -162,7 +161,6 @@ class SimRegConfig:
 
     @functools.cached_property
     def record(self) -> Objective:
-        """The record of the (single) objective."""
         return objectives.find(self.objective)
 
     @functools.cached_property
@@ -201,7 +199,6 @@ class SimRegConfig:
 
     @functools.cached_property
     def options(self) -> dict[str, str | float | bool]:
-        """The objective's own options, by name."""
         return dict(self.objective_options)
 
     @functools.cached_property

@@ -133,11 +133,10 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
         record = objectives.find(objective)
         checked = checked_options(record, own)
         known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
-        part = {name: settings[name] for name in known}
-        part |= {"objective": objective, "lambda_": weight, "objective_options": checked}
         if temperature is not None:
-            part["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
-        found.append(part)
+            temperature = checked_option(f"{objective}.temperature", 1.0, temperature)
+        own = {"objective": objective, "lambda_": weight, "objective_options": checked, "temperature": temperature}
+        found.append({name: settings[name] for name in known} | own)
     return found
 
 
