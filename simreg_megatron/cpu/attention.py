@@ -4,9 +4,8 @@
 On a GPU, Transformer Engine does both; Megatron's own `DotProductAttention` refuses them. `adapt` changes that class,
 from which every local layer is built, so that any script runs without a `--spec` flag of ours.
 
-It is meant to be plainly right, not fast: keys and values of the whole sequence are gathered on every rank and the
-score matrix is masked. The order of blocks is not taken from `simreg_megatron.parallel`: a mistake in the one cannot
-hide behind the same mistake in the other.
+It is right, not fast: keys and values of the whole sequence are gathered on every rank. The order of blocks is not
+taken from `simreg_megatron.parallel`: a mistake in the one cannot hide behind the same mistake in the other.
 
 Shapes: S tokens of this context rank, T tokens of the whole sequence, B micro-batch, H heads, D of a head.
 """
@@ -27,9 +26,9 @@ from torch import Tensor
 from simreg_megatron.cpu import CpuBackendError
 
 
-def adapt(attention: type) -> None:
+def adapt(attention: Any) -> None:
     """Let `DotProductAttention` be built under context parallelism, and take packed sequences."""
-    build: Any = attention.__init__  # type: ignore[misc]
+    build = attention.__init__
 
     @functools.wraps(build)
     def built(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,8 +36,7 @@ def adapt(attention: type) -> None:
         unsplit.context_parallel_size = 1  # upstream refuses more, for want of the exchange below
         build(self, unsplit, *args, **kwargs)
 
-    attention.__init__ = built  # type: ignore[misc]
-    attention.forward = _attend_across(attention.forward)  # type: ignore[attr-defined]
+    attention.__init__, attention.forward = built, _attend_across(attention.forward)
 
 
 def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -61,7 +59,9 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         own = torch.arange(len(query))
         if group is not None:
             positions = zigzag_positions(len(key) * group.size(), group.size(), borders)
-            key, value = (in_natural_order(part, positions, group) for part in (key, value))
+            # Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows.
+            gathered = (gather_from_sequence_parallel_region(part.contiguous(), group=group) for part in (key, value))
+            key, value = (part[positions.flatten().argsort()] for part in gathered)
             own = positions[group.rank()]
         if borders is not None:
             attention_mask = packed_mask(borders, len(key))[:, :, own]
@@ -91,15 +91,6 @@ def zigzag_positions(length: int, ranks: int, borders: Tensor | None = None) -> 
     documents = torch.arange(length).tensor_split([] if borders is None else borders[1:-1].tolist())
     blocks = [document.view(2 * ranks, len(document) // (2 * ranks)) for document in documents]
     return torch.cat([half for cut in blocks for half in (cut[:ranks], cut[ranks:].flip(0))], dim=1)
-
-
-def in_natural_order(part: Tensor, positions: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """[S, B, H, D] of every context rank, at `positions` [ranks, S] -> the whole sequence [T, B, H, D] in order.
-
-    Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows (reduce-scatter).
-    """
-    gathered = gather_from_sequence_parallel_region(part.contiguous(), group=group)
-    return gathered[positions.flatten().argsort()]
 
 
 def causal_mask(positions: Tensor, length: int) -> Tensor:

@@ -42,23 +42,19 @@ def _replace_device_queries(torch: Any) -> None:
     cuda, cpu = torch.cuda, _Device("cpu")
 
     properties = SimpleNamespace(major=8, minor=0, name="cpu", total_memory=_MEMORY, multi_processor_count=1)
-    cuda.is_available = lambda: True
+    answers = {
+        "is_available": True, "current_device": cpu, "get_device_name": "cpu", "get_device_capability": (8, 0),
+        "get_device_properties": properties, "mem_get_info": (_MEMORY, _MEMORY), "set_device": None,
+        "synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None, "memory_allocated": 0,
+        "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(cuda, name, _constant(answer))
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda.current_device = lambda: cpu
-    cuda.get_device_name = lambda *args, **kwargs: "cpu"
-    cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
-    cuda.get_device_properties = lambda *args, **kwargs: properties
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        setattr(cuda, name, _constant(None))
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, name, _constant(0))
-    cuda.mem_get_info = lambda *args, **kwargs: (_MEMORY, _MEMORY)
     cuda.memory_stats = lambda *args, **kwargs: defaultdict(int)
     torch.accelerator.current_device_index = _constant(0)
-    init = torch.distributed.init_process_group  # whose default is NCCL, as a GPU seems to be there
-    torch.distributed.init_process_group = lambda backend=None, *args, **kwargs: init(
-        backend or "gloo", *args, **kwargs
-    )
+    distributed, init = torch.distributed, torch.distributed.init_process_group  # else NCCL, as a GPU seems to be there
+    distributed.init_process_group = lambda backend=None, *args, **kwargs: init(backend or "gloo", *args, **kwargs)
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -66,36 +62,28 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-class _Stream:
-    """A stream on which everything is already done."""
+class _Done:
+    """A stream on which everything is done, or an event that has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _Done:
         return self
 
     def __exit__(self, *exc: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        return event or _Done()
 
-    wait_stream = wait_event = synchronize = _constant(None)
+    wait_stream = wait_event = record = wait = synchronize = _constant(None)
     is_capturing = _constant(False)
-
-
-class _Event:
-    """An event that happened at once."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    record = wait = synchronize = _constant(None)
     query = _constant(True)
     elapsed_time = _constant(0.0)
 
 
 def _replace_streams(torch: Any) -> None:
-    cuda, stream = torch.cuda, _Stream()
-    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda, stream = torch.cuda, _Done()
+    cuda.Stream = cuda.Event = _Done
     cuda.current_stream, cuda.default_stream = _constant(stream), _constant(stream)
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.set_stream = lambda stream: None
