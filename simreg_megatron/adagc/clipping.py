@@ -59,7 +59,7 @@ class Clipping:
 
         `models` are the parts of the model on this rank, without Megatron's wrappers; `args` Megatron's arguments.
         """
-        refuse_hidden(optimizer, args)
+        refuse_hidden(args)
         all_members = list(members(optimizer))
         named = {id(entry.parameter): entry for entry in named_parameters(models)}
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]

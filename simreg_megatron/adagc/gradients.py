@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from simreg_megatron.notices import refuse
-
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
 _SEQUENTIAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _GROUPED_EXPERT = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -36,8 +34,6 @@ _OF_COPIES = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_grou
 
 
 class Named(NamedTuple):
-    """A parameter of this rank."""
-
     name: str
     parameter: Any
     contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
@@ -104,24 +100,17 @@ def _counted_experts(name: str, config: Any) -> str:
     return _GROUPED_EXPERT.sub(lambda found: f"{found[1]}{first + int(found[2])}", name)
 
 
-def refuse_hidden(optimizer: Any, args: Any) -> None:
-    """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step."""
-    refuse(
-        *((getattr(args, flag, False),
-           f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them")
-          for flag in _ELSEWHERE),
-        *((not hasattr(optimizer, method),
-           f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core "
-           "0.12 or newer, or drop --adagc") for method in ("get_grad_norm", "step_with_ready_grads")),
-        error=NotImplementedError,
-    )  # fmt: skip
+def refuse_hidden(args: Any) -> None:
+    """Refuse settings under which gradients cannot be reached between unscaling and step."""
+    for flag in _ELSEWHERE:
+        if getattr(args, flag, False):
+            raise NotImplementedError(
+                f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
+            )
 
 
 def members(optimizer: Any, alone: bool = False) -> Iterator[tuple[Any, bool]]:
-    """List the optimizers of a chain, and of the chains in it: Muon's layer-wise optimizer is one.
-
-    With each whether it is alone: what it steps on, no other data-parallel rank does.
-    """
+    """List the optimizers of a chain, and of chains in it; alone: no other data-parallel rank steps on the same."""
     if not hasattr(optimizer, "chained_optimizers"):
         yield optimizer, alone
         return
