@@ -184,10 +184,7 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
 
 
 def differences(flags: tuple[Flag, ...], read: Callable[[Any], Any], checkpoint_args: Any, args: Any) -> list[str]:
-    """Return a line for every setting that differs between this run and the run that wrote the checkpoint.
-
-    `read` makes the record of a namespace, whose fields the flags set. It may raise anything for a damaged checkpoint.
-    """
+    """Return a line for every setting that differs from the checkpoint's; `read` makes the record of a namespace."""
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
     before, now = read(checkpoint_args), read(args)

@@ -23,8 +23,6 @@ _HIGHEST = 1000  # times lambda
 
 @dataclass(frozen=True)
 class Schedule:
-    """Settings of one run."""
-
     shape: str = "constant"  # of the way to `final`
     final: float = 1.0  # what is left of lambda at the end, as a share of it
     warmup_iters: int = 0  # iterations over which lambda rises linearly from 0

@@ -73,8 +73,8 @@ class SimRegConfig:
         object.__setattr__(self, "layers", values.checked_layers(self.layers))
         values.refuse_other_kinds("SimReg", self)
         if self.combines:
-            self.parts  # noqa: B018  each is checked when it is made
-            object.__setattr__(self, "objective_options", values.checked_together(self._given, _DEFAULTS))
+            options = values.checked_together(self._given, _DEFAULTS, self.parts)
+            object.__setattr__(self, "objective_options", options)
             return
         record = self.record  # an unknown name ends here
         refuse(
@@ -102,10 +102,7 @@ class SimRegConfig:
              f"objective {self.objective}, which only measures: drop one of them"),
         )  # fmt: skip
         record.check(self.options, self.tau, self.chunk_size)
-        needs_term = {
-            "every": self.every > 1, "start iter": self.start_iter, "warmup iters": self.warmup_iters,
-            "off after": self.off_after, "lambda schedule": not self.schedule.is_constant,
-        }  # fmt: skip
+        self.schedule  # noqa: B018  is checked when it is made
         refuse(
             (self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"),
              f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
@@ -122,9 +119,9 @@ class SimRegConfig:
             (self.placement != "post-norm" and "final" not in self.layers,
              f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
              "drop it, or add final to the layers"),
-            *((is_given and not self.trains,
-               f"SimReg {name} has no effect while lambda is 0 or with objective none: drop it")
-              for name, is_given in needs_term.items()),
+            *((given[name] != _DEFAULTS[name] and not self.trains,
+               f"SimReg {name.replace('_', ' ')} has no effect while lambda is 0 or with objective none: drop it")
+              for name in ("every", "start_iter", "warmup_iters", "off_after", "lambda_schedule")),
             (self.every > 1 and self.trains_scalars,
              f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
              "compute it in every step, or choose settings that train no scalars"),
@@ -194,7 +191,6 @@ class SimRegConfig:
 
     @property
     def tau(self) -> float:
-        """The temperature in force."""
         return 1.0 if self.temperature is None else self.temperature
 
     @functools.cached_property
@@ -209,17 +205,14 @@ class SimRegConfig:
 
     @functools.cached_property
     def trains_scalars(self) -> bool:
-        """Return whether the objective has parameters of its own."""
         return self.similarity == "learnable" or bool(self.scalars)
 
     @property
     def scalars(self) -> Mapping[str, Scalar]:
-        """The parameters of the objective itself, by name."""
         return self.record.scalars(self.options, self.tau)
 
     @functools.cached_property
     def trains(self) -> bool:
-        """Return whether the term adds to the gradient."""
         return self.combines or (self.record.trains and self.lambda_ != 0)
 
     @functools.cached_property
