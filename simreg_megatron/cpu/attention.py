@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from simreg_megatron.cpu import CpuBackendError
 
 def adapt(attention: Any) -> None:
     """Let `DotProductAttention` be built under context parallelism, and take packed sequences."""
-    build = attention.__init__
+    build, attend = attention.__init__, attention.forward
 
     @functools.wraps(build)
     def built(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,10 +35,6 @@ def adapt(attention: Any) -> None:
         unsplit.context_parallel_size = 1  # upstream refuses more, for want of the exchange below
         build(self, unsplit, *args, **kwargs)
 
-    attention.__init__, attention.forward = built, _attend_across(attention.forward)
-
-
-def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(attend)
     def attended(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Tensor:
         packed_seq_params = options.pop("packed_seq_params", None)
@@ -69,16 +64,13 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
             attention_mask = causal_mask(own, len(key))
         return attend(self, query, key, value, attention_mask, **options)
 
-    return attended
+    attention.__init__, attention.forward = built, attended
 
 
 def _context_group(attention: Any, packed_seq_params: Any) -> Any:
     """Return the group of ranks that share these tokens, which may be the micro-batch's own; None for one rank."""
-    group = getattr(packed_seq_params, "cp_group", None)
-    if group is None:
-        group = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on
-    if group is None:
-        group = parallel_state.get_context_parallel_group()
+    own = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on
+    group = getattr(packed_seq_params, "cp_group", None) or own or parallel_state.get_context_parallel_group()
     return group if group.size() > 1 else None
 
 

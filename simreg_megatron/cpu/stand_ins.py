@@ -18,16 +18,12 @@ _MEMORY = 8 << 30  # what the stand-in device claims to have, in bytes; only log
 
 
 def replace(torch: Any) -> None:
-    """Replace all of them.
-
-    `torch.compile` leaves a function as it is: loading the compiler would take longer than a tiny run's step.
-    """
-    _replace_device_queries(torch)
-    _replace_streams(torch)
+    _replace_devices(torch)
     _replace_random_state(torch)
     _replace_tensor_types(torch)
     _replace_placement(torch)
     _replace_meshes()
+    # The compiler is left out: loading it would take longer than a tiny run's step.
     torch.compile = lambda function=None, **options: function or (lambda decorated: decorated)
 
 
@@ -38,21 +34,24 @@ class _Device(str):
         return "0"
 
 
-def _replace_device_queries(torch: Any) -> None:
-    cuda, cpu = torch.cuda, _Device("cpu")
-
+def _replace_devices(torch: Any) -> None:
+    cuda, cpu, stream = torch.cuda, _Device("cpu"), _Done()
     properties = SimpleNamespace(major=8, minor=0, name="cpu", total_memory=_MEMORY, multi_processor_count=1)
     answers = {
         "is_available": True, "current_device": cpu, "get_device_name": "cpu", "get_device_capability": (8, 0),
         "get_device_properties": properties, "mem_get_info": (_MEMORY, _MEMORY), "set_device": None,
         "synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None, "memory_allocated": 0,
-        "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0,
+        "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0, "current_stream": stream,
+        "default_stream": stream, "stream": contextlib.nullcontext(), "set_stream": None,
+        "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(cuda, name, _constant(answer))
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda.memory_stats = lambda *args, **kwargs: defaultdict(int)
-    torch.accelerator.current_device_index = _constant(0)
+    cuda.Stream = cuda.Event = _Done
+    torch.accelerator.current_device_index, torch.accelerator.current_stream = _constant(0), _constant(stream)
+    torch.Tensor.record_stream = _constant(None)
     distributed, init = torch.distributed, torch.distributed.init_process_group  # else NCCL, as a GPU seems to be there
     distributed.init_process_group = lambda backend=None, *args, **kwargs: init(backend or "gloo", *args, **kwargs)
 
@@ -81,17 +80,6 @@ class _Done:
     elapsed_time = _constant(0.0)
 
 
-def _replace_streams(torch: Any) -> None:
-    cuda, stream = torch.cuda, _Done()
-    cuda.Stream = cuda.Event = _Done
-    cuda.current_stream, cuda.default_stream = _constant(stream), _constant(stream)
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.set_stream = lambda stream: None
-    cuda.is_current_stream_capturing = lambda: False
-    torch.accelerator.current_stream = lambda *args, **kwargs: stream
-    torch.Tensor.record_stream = lambda self, stream: None
-
-
 def _replace_random_state(torch: Any) -> None:
     cuda = torch.cuda
     for module in (cuda, cuda.random):
@@ -116,10 +104,7 @@ def _ranks_cut_weights() -> bool:
 
 
 def _give_loaders_a_generator(torch: Any) -> None:
-    """Give loaders a generator: they draw a seed when reading begins, with a GPU from another one than dropout's.
-
-    Else a resumed run, which begins to read after it has loaded its random state, would go on with other dropout.
-    """
+    """Let loaders draw their seed from another generator than dropout's: a resumed run draws it at another time."""
     from torch.utils.data import DataLoader
 
     make = DataLoader.__init__
@@ -136,9 +121,8 @@ def _replace_tensor_types(torch: Any) -> None:
     tensor_type = torch.Tensor.type
 
     def spelled_as_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return tensor_type(self, *args, **kwargs)
-        return tensor_type(self).replace("torch.", "torch.cuda.")  # Megatron's optimizers assert this spelling
+        found = tensor_type(self, *args, **kwargs)  # a name, unless a type is asked for
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found  # as Megatron asserts
 
     torch.Tensor.type = spelled_as_cuda
 
