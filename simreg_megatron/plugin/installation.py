@@ -96,7 +96,6 @@ def current() -> Installation:
 
 
 def keep(new: Installation | None) -> None:
-    """Set the current installation; None clears it."""
     global _installation
     _installation = new
 

@@ -39,7 +39,6 @@ def described(config: SimRegConfig, model: Any) -> str:
 
 
 def is_log_step(iteration: int) -> bool:
-    """Return whether SimReg's values are logged after this many iterations."""
     return iteration % (installation.regularizer().config.log_interval or compat.arguments().log_interval) == 0
 
 

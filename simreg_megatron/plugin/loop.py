@@ -89,10 +89,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 
 
 def make_ready(model_chunks: Any, settings: Any, micro_batch_size: int | None, seq_length: int | None) -> None:
-    """Choose the kernels where the shapes are known, and log one line an objective.
-
-    `settings` are Megatron's flags, or in other loops the configuration of the model.
-    """
+    """Choose the kernels, and log one line an objective; `settings` are the flags, or the model's configuration."""
     regularizer, models = installation.regularizer(), compat.language_models(model_chunks)
     config = regularizer.config
     inside = set(models) - set(compat.unwrapped(model_chunks))
@@ -179,14 +176,12 @@ def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *ar
 
 
 def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the scheduler's `state_dict`, and add AdaGC's."""
     state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
     own = clipping.state_dict() if clipping else {}
     return {**state, STATE_KEY: own} if own else state
 
 
 def load_adagc(load: Callable[..., Any], scheduler: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the scheduler's `load_state_dict`, and give AdaGC its own."""
     if clipping := installation.current().clipping:
         clipping.load_state_dict(state_dict.get(STATE_KEY))
     elif STATE_KEY in state_dict:

@@ -70,7 +70,6 @@ class Strength:
         self.is_off = self.is_off or (is_out and not self.repeats)
 
     def weight(self, part: SimRegConfig) -> Any:
-        """Return the weight of one objective in this step."""
         lacks_factor = self.factor is None and not self.config.schedule.is_constant
         if lacks_factor or (self.config.every > 1 and not self.follows_iterations):
             raise RuntimeError(_NEEDS_LOOP)
@@ -89,8 +88,6 @@ class Strength:
 
 
 class _Part(NamedTuple):
-    """One objective's result for a micro-batch."""
-
     terms: Tensor  # [B, A]
     views: list[View]  # of the last states; whole chunks in log steps alone where an objective has others
     learned: dict[str, Tensor]
@@ -128,7 +125,6 @@ class Regularizer:
         return self.trains or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
-        """Set lambda before step `iteration`, counted from 0."""
         self.strength.set_iteration(iteration, num_iterations)
 
     def lambdas(self) -> dict[str, Tensor]:

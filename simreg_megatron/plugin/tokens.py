@@ -107,7 +107,6 @@ class InnerStates:
         self._caught: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()  # by layer number, or "final"
 
     def catch(self, forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `forward(decoder, ...)` and keep the wanted states."""
         caught: dict[Any, Tensor] = {}
 
         def keep(name: int | str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,8 +191,7 @@ def open_row_group(model: Any) -> None:
     """Let NCCL make the communicator of tensor and context ranks, which is SimReg's alone, before the first step."""
     tp, cp = compat.tensor_group(model), compat.context_group(model)
     if model.config.sequence_parallel and tp.size() > 1 and cp.size() > 1:
-        device = next(model.parameters()).device
-        dist.all_reduce(torch.zeros(1, device=device), group=compat.tensor_and_context_group(model))
+        dist.all_reduce(torch.zeros(1, device=device_of([model])), group=compat.tensor_and_context_group(model))
 
 
 def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
