@@ -36,16 +36,13 @@ def full_float32() -> Iterator[None]:
         exact.append((on_cpu, "fp32_precision", "ieee"))
     if getattr(settings, "allow_fp16_accumulation", False):  # torch refuses a float16 product into float32 with it
         exact.append((settings, "allow_fp16_accumulation", False))
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in exact]
-    for each in exact:
-        setattr(*each)
-    try:
-        yield
-    finally:
-        for each in before:
-            setattr(*each)
+    with contextlib.ExitStack() as restored:
         if coarse == "medium":
-            torch.set_float32_matmul_precision(coarse)
+            restored.callback(torch.set_float32_matmul_precision, coarse)
+        for holder, name, value in exact:
+            restored.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+        yield
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
