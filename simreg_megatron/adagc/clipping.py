@@ -7,9 +7,10 @@ all-reduce makes the norms whole, so all ranks find the same coefficients.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class Clipping:
         self._adagc: Any = None  # an AdaGC, from `attach` on
         self._norms: tuple[Any, ...] = ()  # Megatron's, of this step
         self._sums = _NO_STEPS
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
 
     def attach(self, optimizer: Any, models: list[Any], args: Any) -> None:
         """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective.
@@ -76,7 +77,7 @@ class Clipping:
         self._adagc = AdaGC(len(self._names), **asdict(self.config), apart=apart, device=device)
         for member, _ in all_members:
             settings = member.config
-            self._undo.append(functools.partial(setattr, settings, "clip_grad", settings.clip_grad))
+            self._undo.callback(setattr, settings, "clip_grad", settings.clip_grad)
             settings.clip_grad = 0.0
         self._restore()
         if self._loaded is None and getattr(args, "no_load_optim", None) and getattr(args, "load", None):
@@ -112,12 +113,11 @@ class Clipping:
 
         optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
         for name, before in (("get_grad_norm", get_grad_norm), ("step_with_ready_grads", step_with_ready_grads)):
-            self._undo.append(functools.partial(setattr, optimizer, name, before))
+            self._undo.callback(setattr, optimizer, name, before)
 
     def detach(self) -> None:
         """Let Megatron clip as it would without AdaGC."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     @torch.no_grad()
     def clip(self) -> Clipped:
