@@ -7,6 +7,7 @@ own loop is checked for that after each step; each model is, at the end of its f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable
@@ -50,12 +51,9 @@ def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kw
     def keep(_: Any, __: Any, output: Any) -> None:
         states.append(output[0] if isinstance(output, tuple) else output)
 
-    handle = model.decoder.register_forward_hook(keep)
-    try:
-        run = functools.partial(forward, model, *args, **kwargs)
+    run = functools.partial(forward, model, *args, **kwargs)
+    with model.decoder.register_forward_hook(keep):
         return _with_terms(here, model, given, lambda: states[-1], run)
-    finally:
-        handle.remove()
 
 
 def _with_terms(
@@ -73,12 +71,8 @@ def _with_terms(
             terms.append(_terms(here, model, given, states()))
 
     layer = getattr(model, "output_layer", None)
-    handle = None if layer is None else layer.register_forward_hook(compute_once)
-    try:
+    with contextlib.nullcontext() if layer is None else layer.register_forward_hook(compute_once):
         loss = run()
-    finally:
-        if handle is not None:
-            handle.remove()
     compute_once()
     return here.regularizer().add_to(loss, terms[0])
 

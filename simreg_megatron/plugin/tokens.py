@@ -6,6 +6,7 @@ Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -117,16 +118,12 @@ class InnerStates:
         followed = zip(layers, [*layers, final_norm][1:], strict=True)  # there may be no layer at all
         watched = [(after, layer.layer_number) for layer, after in followed if layer.layer_number in numbers]
         watched += [(final_norm, "final")] if self.config.placement == "pre-norm" else []
-        handles = [
-            module.register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True)
-            for module, name in watched
-            if module is not None
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for module, name in watched:
+                if module is not None:
+                    hook = functools.partial(keep, name)
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             output = forward(decoder, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
         if layers and layers[-1].layer_number in numbers:  # nothing follows it here
             caught.setdefault(layers[-1].layer_number, output[0] if isinstance(output, tuple) else output)
         self._caught[decoder] = caught
