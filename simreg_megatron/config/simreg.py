@@ -158,6 +158,7 @@ class SimRegConfig:
 
     @functools.cached_property
     def record(self) -> Objective:
+        """The record of the (single) objective."""
         return objectives.find(self.objective)
 
     @functools.cached_property
@@ -191,10 +192,12 @@ class SimRegConfig:
 
     @property
     def tau(self) -> float:
+        """The temperature in force."""
         return 1.0 if self.temperature is None else self.temperature
 
     @functools.cached_property
     def options(self) -> dict[str, str | float | bool]:
+        """The objective's own options, by name."""
         return dict(self.objective_options)
 
     @functools.cached_property
@@ -205,14 +208,17 @@ class SimRegConfig:
 
     @functools.cached_property
     def trains_scalars(self) -> bool:
+        """Return whether the objective has parameters of its own."""
         return self.similarity == "learnable" or bool(self.scalars)
 
     @property
     def scalars(self) -> Mapping[str, Scalar]:
+        """The parameters of the objective itself, by name."""
         return self.record.scalars(self.options, self.tau)
 
     @functools.cached_property
     def trains(self) -> bool:
+        """Return whether the term adds to the gradient."""
         return self.combines or (self.record.trains and self.lambda_ != 0)
 
     @functools.cached_property
