@@ -22,7 +22,6 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import refuse
 from simreg_megatron.plugin import compat, installation, log, model
 from simreg_megatron.plugin import loop as plugin_loop
-from simreg_megatron.plugin.loop import begin_step
 from simreg_megatron.plugin.refusals import WAY_OUT
 
 __all__ = ["begin_run", "begin_step", "end_step", "settings", "wrap_model"]
@@ -42,6 +41,21 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     if settings().log_interval is not None:
         raise ValueError("SimReg log interval has no effect here, as end_step(reduces=...) says when to log: drop it")
     plugin_loop.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
+
+
+def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
+    """Call before each step.
+
+    Args:
+        iteration: number of the step, from 0; a resumed run continues the count.
+        measures: whether to measure cosines, angles and margins in this step for the log. Other steps compute nothing
+            with objective none, and after a schedule has switched the term off.
+        num_iterations: length of the whole training; required by a lambda schedule that depends on it.
+
+    Raises:
+        RuntimeError: the lambda schedule needs `num_iterations`.
+    """
+    plugin_loop.begin_step(iteration, measures=measures, num_iterations=num_iterations)
 
 
 def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:

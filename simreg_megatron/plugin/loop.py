@@ -130,17 +130,7 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
-    """Call before each step.
-
-    Args:
-        iteration: number of the step, from 0; a resumed run continues the count.
-        measures: whether to measure cosines, angles and margins in this step for the log. Other steps compute nothing
-            with objective none, and after a schedule has switched the term off.
-        num_iterations: length of the whole training; required by a lambda schedule that depends on it.
-
-    Raises:
-        RuntimeError: the lambda schedule needs `num_iterations`.
-    """
+    """Implement `simreg_megatron.loop.begin_step`, for any loop."""
     regularizer = installation.regularizer()
     regularizer.set_iteration(iteration, num_iterations)
     regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry
