@@ -37,7 +37,7 @@ class Installation:
         self.watches: list[Any] = []  # handles of the hooks on models
         self._decoder_wrapper = decoder_wrapper
         self._regularizer: Regularizer | None = None
-        self._wrapped: dict[tuple[Any, str], tuple[Any, Any]] = {}  # original and wrapper, by holder and name
+        self._originals: list[tuple[Any, str, Any, Any]] = []  # holder, name, Megatron's function, ours
         self._over = False
 
     def regularizer(self) -> Regularizer:
@@ -56,7 +56,7 @@ class Installation:
 
     def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
         """Wrap a function once. A wrapper that is still held after `uninstall()` calls the original."""
-        if (holder, name) in self._wrapped:
+        if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
             return
         original = getattr(holder, name)
 
@@ -65,16 +65,16 @@ class Installation:
             return original(*args, **kwargs) if self._over else wrapper(original, *args, **kwargs)
 
         setattr(holder, name, wrapped)
-        self._wrapped[holder, name] = original, wrapped
+        self._originals.append((holder, name, original, wrapped))
 
     def unwrap_all(self) -> None:
         """Restore all functions, or none: RuntimeError if one was wrapped again since."""
-        for (holder, name), (_, wrapped) in self._wrapped.items():
+        for holder, name, _, wrapped in self._originals:
             if getattr(holder, name) is not wrapped:
                 raise RuntimeError(
                     f"{getattr(holder, '__name__', holder)}.{name} was wrapped again after SimReg: undo that first"
                 )
-        for (holder, name), (original, _) in self._wrapped.items():
+        for holder, name, original, _ in self._originals:
             setattr(holder, name, original)
         self._over = True
         for watch in self.watches:
