@@ -7,9 +7,10 @@ all-reduce makes the norms whole, so all ranks find the same coefficients.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -47,24 +48,24 @@ class Clipping:
     def __init__(self, config: AdaGCConfig) -> None:
         self.config = config
         self._loaded: dict[str, Any] | None = None
-        self._names: list[str] = []
+        self._names: list[str] = []  # of the parameters, by slot
         self._held: list[Held] = []
-        self._adagc: AdaGC | None = None
+        self._adagc: Any = None  # an AdaGC, from `attach` on
         self._norms: tuple[Any, ...] = ()  # Megatron's, of this step
         self._sums = _NO_STEPS
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
 
     def attach(self, optimizer: Any, models: list[Any], args: Any) -> None:
         """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective.
 
         `models` are the parts of the model on this rank, without Megatron's wrappers; `args` Megatron's arguments.
         """
-        refuse_hidden(optimizer, args)
+        refuse_hidden(args)
         all_members = list(members(optimizer))
         named = {id(entry.parameter): entry for entry in named_parameters(models)}
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [entry.name for entry in named.values()])
-        self._names = sorted({name for names in gathered for name in names})
+        self._names = sorted(set().union(*gathered))
         slots = {name: slot for slot, name in enumerate(self._names)}
         for member in all_members:
             for tensor, parameter, counts in stepped_on(*member):
@@ -72,15 +73,11 @@ class Clipping:
                 self._held.append(Held(tensor, slots[entry.name], entry.contributes and counts))
         device = torch.device(torch.cuda.current_device())
         refuse_miscounted(self._names, self._held, {slots[entry.name]: entry.whole for entry in named.values()}, device)
-        self._adagc = AdaGC(
-            len(self._names),
-            **asdict(self.config),
-            apart=_apart(list(named.values()), slots, self.config.variant, device),
-            device=device,
-        )
-        for member in all_members:
-            settings = member.optimizer.config
-            self._undo.append(functools.partial(setattr, settings, "clip_grad", settings.clip_grad))
+        apart = _apart(named.values(), slots, self.config.variant, device)
+        self._adagc = AdaGC(len(self._names), **asdict(self.config), apart=apart, device=device)
+        for member, _ in all_members:
+            settings = member.config
+            self._undo.callback(setattr, settings, "clip_grad", settings.clip_grad)
             settings.clip_grad = 0.0
         self._restore()
         if self._loaded is None and getattr(args, "no_load_optim", None) and getattr(args, "load", None):
@@ -106,7 +103,7 @@ class Clipping:
             found = self.clip()
             # The first host sync of the step; the clipping kernels are queued already.
             if not all(math.isfinite(norm) for norm in self._norms):
-                self._attached.steps -= 1  # nothing is stepped, and no average has moved
+                self._adagc.steps -= 1  # nothing is stepped, and no average has moved
                 return False
             steps, share, smallest, norm = self._sums
             share = share + (found.coefficients < 1).double().mean()
@@ -116,25 +113,24 @@ class Clipping:
 
         optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
         for name, before in (("get_grad_norm", get_grad_norm), ("step_with_ready_grads", step_with_ready_grads)):
-            self._undo.append(functools.partial(setattr, optimizer, name, before))
+            self._undo.callback(setattr, optimizer, name, before)
 
     def detach(self) -> None:
         """Let Megatron clip as it would without AdaGC."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     @torch.no_grad()
     def clip(self) -> Clipped:
         """Scale every gradient by its coefficient. A collective; nothing waits for the device."""
         grads = [(held, grad) for held in self._held if (grad := gradient_of(held.tensor)) is not None]
-        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._attached.gammas.device)
+        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._adagc.gammas.device)
         counted = [(held.slot, grad) for held, grad in grads if held.contributes and grad.numel()]
         if counted:
             norms = torch.stack(torch._foreach_norm([grad for _, grad in counted], 2, dtype=torch.float32))
             slots = _indices(tuple(slot for slot, _ in counted), squares.device)
             squares.index_add_(0, slots, norms.double().square())
         dist.all_reduce(squares)
-        found = self._attached.step(squares)
+        found: Clipped = self._adagc.step(squares)
         if grads:
             slots = _indices(tuple(held.slot for held, _ in grads), squares.device)  # few, if ranks hold other experts
             torch._foreach_mul_([grad for _, grad in grads], found.coefficients.float()[slots].unbind())
@@ -159,19 +155,12 @@ class Clipping:
             )
         else:
             self._loaded = state
-            if self._adagc is not None:
-                self._restore()
-
-    @property
-    def _attached(self) -> AdaGC:
-        assert self._adagc is not None
-        return self._adagc
+            self._restore()
 
     def _restore(self) -> None:
         if self._loaded is None or self._adagc is None:
             return
-        names = ["global"] if self.config.variant == "global" else self._names
-        gammas: dict[str, float] = self._loaded["gammas"]
+        names, gammas = ["global"] if self.config.variant == "global" else self._names, self._loaded["gammas"]
         unknown, missing = sorted(gammas.keys() - set(names)), [name for name in names if name not in gammas]
         for what, some in (("has parameters that are not in the model", unknown), ("lacks", missing)):
             if some:
@@ -202,12 +191,10 @@ class Clipping:
 
 def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int], device: torch.device) -> None:
     """Check that every element of every parameter counts on exactly one rank, else its norm is wrong. A collective."""
-    counted, expected = torch.zeros(2, len(names), dtype=torch.int64)
+    counted, expected = [0] * len(names), [whole.get(slot, 0) for slot in range(len(names))]
     for piece in held:
         counted[piece.slot] += piece.tensor.numel() if piece.contributes else 0
-    for slot, elements in whole.items():
-        expected[slot] = elements
-    counted, expected = counted.to(device), expected.to(device)
+    counted, expected = torch.tensor([counted, expected], dtype=torch.int64, device=device)
     dist.all_reduce(counted)
     dist.all_reduce(expected, op=dist.ReduceOp.MAX)
     for slot in (counted != expected).nonzero().flatten().tolist():
@@ -217,12 +204,10 @@ def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int],
         )
 
 
-def _apart(named: list[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
+def _apart(named: Iterable[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
     """Bool [N]: parameters of detached prediction heads, which have a norm of their own, or None. A collective."""
-    found = torch.zeros(len(slots), dtype=torch.int64)
-    for entry in named:
-        found[slots[entry.name]] = getattr(entry.parameter, "grad_norm_group", None) is not None
-    found = found.to(device)
+    theirs = {entry.name for entry in named if getattr(entry.parameter, "grad_norm_group", None) is not None}
+    found = torch.tensor([name in theirs for name in slots], dtype=torch.int64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if not found.any():
         return None

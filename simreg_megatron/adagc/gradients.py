@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from simreg_megatron.notices import refuse
-
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
 _SEQUENTIAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _GROUPED_EXPERT = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _ALL_EXPERTS = re.compile(r"\.experts\.(?:weight[12]|linear_fc[12]\.(?:weight|bias))$")
 _CUT_UNMARKED = re.compile(r"\.softmax_offset$|\.experts\.linear_fc1\.bias\d+$")  # the latter up to 0.18
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FSDP = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
-_ELSEWHERE = (*_FSDP, "optimizer_cpu_offload", "optimizer_cuda_graph")
+_ELSEWHERE = (
+    "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph",
+)  # fmt: skip
 _flat = chain.from_iterable
 # Lists of lists, an inner one for each parameter group: the model's parameters, and what is stepped on in their place.
 _OF_SHARDS = (  # DistributedOptimizer
@@ -35,8 +34,6 @@ _OF_COPIES = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_grou
 
 
 class Named(NamedTuple):
-    """A parameter of this rank."""
-
     name: str
     parameter: Any
     contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
@@ -49,13 +46,6 @@ class Stepped(NamedTuple):
     tensor: Any
     parameter: Any  # the model's
     counts: bool  # its gradient counts in sums over all ranks: no other data-parallel rank counts the same
-
-
-class Member(NamedTuple):
-    """An optimizer that is no chain of others."""
-
-    optimizer: Any
-    alone: bool  # what it steps on, no other data-parallel rank does: each has whole parameters of its own
 
 
 def named_parameters(models: list[Any]) -> Iterator[Named]:
@@ -72,11 +62,8 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
             is_copy = bool(getattr(parameter, "shared", False))
             if is_copy:  # of tied embeddings, on the last pipeline stage or on that of a further prediction
                 name = _EMBEDDING
-            for local, counted in layers.items():
-                if name.startswith(local):
-                    name = counted + name.removeprefix(local)
-                    break
-            name = _counted_experts(name, model.config)
+            local = next(filter(name.startswith, layers), "")
+            name = _counted_experts(layers.get(local, "") + name.removeprefix(local), model.config)
             if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
                 raise NotImplementedError(
                     f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
@@ -87,15 +74,11 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
             yield Named(name, parameter, contributes, int(parameter.numel()) * (size if is_cut else 1))
 
 
-def _is_expert(parameter: Any) -> bool:
-    return not getattr(parameter, "allreduce", True)
-
-
 def _tensor_rank_and_size(parameter: Any) -> tuple[int, int]:
     """Return this rank's number, and the number of ranks, over which tensor parallelism may cut this parameter."""
     from megatron.core import parallel_state as groups
 
-    if _is_expert(parameter):
+    if not getattr(parameter, "allreduce", True):  # an expert's
         return groups.get_expert_tensor_parallel_rank(), groups.get_expert_tensor_parallel_world_size()
     return groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
 
@@ -117,28 +100,24 @@ def _counted_experts(name: str, config: Any) -> str:
     return _GROUPED_EXPERT.sub(lambda found: f"{found[1]}{first + int(found[2])}", name)
 
 
-def refuse_hidden(optimizer: Any, args: Any) -> None:
-    """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step."""
-    refuse(
-        *((getattr(args, flag, False),
-           f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them")
-          for flag in _ELSEWHERE),
-        *((not hasattr(optimizer, method),
-           f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use megatron-core "
-           "0.12 or newer, or drop --adagc") for method in ("get_grad_norm", "step_with_ready_grads")),
-        error=NotImplementedError,
-    )  # fmt: skip
+def refuse_hidden(args: Any) -> None:
+    """Refuse settings under which gradients cannot be reached between unscaling and step."""
+    for flag in _ELSEWHERE:
+        if getattr(args, flag, False):
+            raise NotImplementedError(
+                f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
+            )
 
 
-def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
-    """List the optimizers of a chain, and of the chains in it: Muon's layer-wise optimizer is one."""
+def members(optimizer: Any, alone: bool = False) -> Iterator[tuple[Any, bool]]:
+    """List the optimizers of a chain, and of chains in it; alone: no other data-parallel rank steps on the same."""
     if not hasattr(optimizer, "chained_optimizers"):
-        yield Member(optimizer, alone)
+        yield optimizer, alone
         return
     if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":  # one dense replica alone deals nothing out
         alone = alone or getattr(optimizer, "dp_cp_params_list", ()) is not None
     for member in optimizer.chained_optimizers:
-        yield from members(member, alone=alone)
+        yield from members(member, alone)
 
 
 def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
@@ -173,16 +152,15 @@ def gradient_of(tensor: Any) -> Tensor | None:
 
 def _shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """Along the lists that Megatron copies the gradients along: positions in its parameter groups mix up data types."""
-    of_float16 = zip(*(_flat(getattr(optimizer, name)) for name in _OF_SHARDS[:3]), strict=True)
-    for parameter, shard, main in of_float16:  # a precision-aware optimizer has no main parameters
-        yield (shard if main is None else main), parameter
-    model_fp32, shard_fp32 = (_flat(getattr(optimizer, name)) for name in _OF_SHARDS[3:])
-    yield from zip(shard_fp32, model_fp32, strict=True)
+    model16, shard16, main16, model32, shard32 = (_flat(getattr(optimizer, name)) for name in _OF_SHARDS)
+    for parameter, shard, main in zip(model16, shard16, main16, strict=True):
+        yield (shard if main is None else main), parameter  # a precision-aware optimizer has no main parameters
+    yield from zip(shard32, model32, strict=True)
 
 
 def _is_first_replica(parameter: Any) -> bool:
     from megatron.core import parallel_state
 
-    if _is_expert(parameter):
+    if not getattr(parameter, "allreduce", True):  # an expert's
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0

@@ -37,7 +37,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what `simreg-megatron doctor` shows; return the exit status."""
     if options.gpu:
         return 0 if _try_triton() and (not compat.has_training_loop() or _train_one_step()) else 1
     about_script = list(_look_at_script(options.script)) if options.script else []

@@ -184,10 +184,7 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
 
 
 def differences(flags: tuple[Flag, ...], read: Callable[[Any], Any], checkpoint_args: Any, args: Any) -> list[str]:
-    """Return a line for every setting that differs between this run and the run that wrote the checkpoint.
-
-    `read` makes the record of a namespace, whose fields the flags set. It may raise anything for a damaged checkpoint.
-    """
+    """Return a line for every setting that differs from the checkpoint's; `read` makes the record of a namespace."""
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
     before, now = read(checkpoint_args), read(args)
@@ -206,14 +203,11 @@ def differences(flags: tuple[Flag, ...], read: Callable[[Any], Any], checkpoint_
 def refuse_unknown(words: Iterable[str], known: Iterable[str]) -> None:
     """Raise ValueError for words that are misspelled flags of ours, also if a script lets Megatron ignore these."""
     for name in (word.partition("=")[0] for word in words):
-        if family := next((family for family in _FAMILIES if name.startswith(family)), ""):
-            tails = {_tail(option): option for option in known if option.startswith(family)}
-            near = difflib.get_close_matches(_tail(name), tails, n=1)
-            meant = MEANT.get(_tail(name)) or (tails[near[0]] if near else "")
-            hint = f"did you mean {meant}?" if meant else "`simreg-megatron flags` lists them"
+        for family in filter(name.startswith, _FAMILIES):
+            tail = name.removeprefix(family)
+            tails = [option.removeprefix(family) for option in known if option.startswith(family)]
+            near = [family + found for found in difflib.get_close_matches(tail, tails, n=1)]
+            hint = "`simreg-megatron flags` lists them"
+            if meant := MEANT.get(tail) or "".join(near):
+                hint = f"did you mean {meant}?"
             raise ValueError(f"there is no flag {name}: {hint}")
-
-
-def _tail(name: str) -> str:
-    """Return the part of a flag after its common prefix."""
-    return name.removeprefix("--simreg-").removeprefix("--adagc-")

@@ -23,8 +23,6 @@ _HIGHEST = 1000  # times lambda
 
 @dataclass(frozen=True)
 class Schedule:
-    """Settings of one run."""
-
     shape: str = "constant"  # of the way to `final`
     final: float = 1.0  # what is left of lambda at the end, as a share of it
     warmup_iters: int = 0  # iterations over which lambda rises linearly from 0
@@ -48,26 +46,18 @@ class Schedule:
         rise = min(1.0, (elapsed + 1) / self.warmup_iters) if self.warmup_iters else 1.0
         if not self.needs_length:
             return rise
-        assert num_iterations is not None
         progress = min(1.0, elapsed / (self.end(num_iterations) - self.start_iter))
-        return (
-            rise
-            * {
-                "constant": 1.0,
-                "linear": 1.0 + (self.final - 1.0) * progress,
-                "cosine": self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * progress)) / 2,
-            }[self.shape]
-        )
+        if self.shape == "cosine":
+            return rise * (self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * progress)) / 2)
+        return rise * (1.0 + (self.final - 1.0) * progress)  # final is 1 if constant
 
     def is_off(self, iteration: int, num_iterations: int | None = None) -> bool:
         """Return whether the term has not begun in this iteration, or has ended."""
-        if self.off_after == 1:
-            return iteration < self.start_iter
-        assert num_iterations is not None
-        return not self.start_iter <= iteration < self.end(num_iterations)
+        return (self.off_after < 1 and iteration >= self.end(num_iterations)) or iteration < self.start_iter
 
-    def end(self, num_iterations: int) -> int:
+    def end(self, num_iterations: int | None) -> int:
         """Return the first iteration without the term after the last one with it, given the length of the training."""
+        assert num_iterations is not None
         length = round(self.off_after * num_iterations)
         refuse(
             (self.off_after < 1 and not 0 < length < num_iterations,

@@ -72,8 +72,8 @@ class SimRegConfig:
         object.__setattr__(self, "layers", values.checked_layers(self.layers))
         values.refuse_other_kinds("SimReg", self)
         if self.combines:
-            self.parts  # noqa: B018  each is checked when it is made
-            object.__setattr__(self, "objective_options", values.checked_together(self._given, _DEFAULTS))
+            options = values.checked_together(self._given, _DEFAULTS, self.parts)
+            object.__setattr__(self, "objective_options", options)
             return
         record = self.record  # an unknown name ends here
         refuse(
@@ -82,13 +82,12 @@ class SimRegConfig:
               for name, choices in CHOICES.items())
         )  # fmt: skip
         object.__setattr__(self, "objective_options", checked_options(record, self.objective_options))
-        has_none = record.temperature is None and self.temperature is not None
         if self.temperature is None:
             object.__setattr__(self, "temperature", record.temperature)
-        lowest, highest = values.TEMPERATURES
-        given = self._given
+        given, (lowest, highest) = self._given, values.TEMPERATURES
         refuse(
-            (has_none, f"SimReg objective {self.objective} has no temperature: drop the temperature"),
+            (record.temperature is None and self.temperature is not None,
+             f"SimReg objective {self.objective} has no temperature: drop the temperature"),
             (not lowest <= self.tau <= highest,
              f"the SimReg temperature must be a number from {lowest:g} to {highest:g}, not {self.tau}"),
             *((given[name] is not None and given[name] < least,
@@ -102,10 +101,7 @@ class SimRegConfig:
              f"objective {self.objective}, which only measures: drop one of them"),
         )  # fmt: skip
         record.check(self.options, self.tau, self.chunk_size)
-        needs_term = {
-            "every": self.every > 1, "start iter": self.start_iter, "warmup iters": self.warmup_iters,
-            "off after": self.off_after, "lambda schedule": not self.schedule.is_constant,
-        }  # fmt: skip
+        self.schedule  # noqa: B018  is checked when it is made
         refuse(
             (self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"),
              f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
@@ -122,9 +118,9 @@ class SimRegConfig:
             (self.placement != "post-norm" and "final" not in self.layers,
              f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
              "drop it, or add final to the layers"),
-            *((is_given and not self.trains,
-               f"SimReg {name} has no effect while lambda is 0 or with objective none: drop it")
-              for name, is_given in needs_term.items()),
+            *((given[name] != _DEFAULTS[name] and not self.trains,
+               f"SimReg {name.replace('_', ' ')} has no effect while lambda is 0 or with objective none: drop it")
+              for name in ("every", "start_iter", "warmup_iters", "off_after", "lambda_schedule")),
             (self.every > 1 and self.trains_scalars,
              f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
              "compute it in every step, or choose settings that train no scalars"),

@@ -8,14 +8,14 @@ knows. Settings are those of a `SimRegConfig`, by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.notices import refuse
-from simreg_megatron.objectives.record import Kind, Pairs, checked_option, checked_options, counts_from_one, words
+from simreg_megatron.objectives.record import Pairs, checked_option, checked_options, counts_from_one, words
 
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
@@ -85,15 +85,11 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
     return (*sorted({int(text) for text in texts if text != "final"}), *(("final",) if "final" in texts else ()))
 
 
-def checked_together(settings: Settings, defaults: Settings) -> Pairs:
-    """Return the options of all parts; an option that no part knows is refused."""
-    own: list[tuple[str, str | float]] = []
-    idle, of_head = set(defaults.keys() - set(_OWN)), ""
-    for part in settings_of_parts(settings, defaults):
-        record, options = objectives.find(part["objective"]), dict(part["objective_options"])
-        own += [(f"{record.name}.{name}", value) for name, value in part["objective_options"]]
-        idle &= set(record.idle_settings(options))
-        of_head = of_head or (record.name if record.kind_with(options) is Kind.HEAD else "")
+def checked_together(settings: Settings, defaults: Settings, parts: Sequence[Any]) -> Pairs:
+    """Return the options of all parts; a setting that no part knows is refused."""
+    own = [(f"{part.objective}.{name}", value) for part in parts for name, value in part.objective_options]
+    idle = set(defaults.keys() - set(_OWN)).intersection(*(part.idle_settings for part in parts))
+    of_head = next((part.objective for part in parts if part.through_head), "")
     refuse(
         (settings["lambda_"] != 0,
          f"SimReg lambda {settings['lambda_']} has no effect when each objective has its own weight: "
@@ -121,23 +117,19 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
                 f"{next(iter(weights))}.{name or word}, and {word!r} does not"
             )
         options[objective][name] = value
-    taker, shared = _taker(settings, list(weights)), settings["temperature"]
+    if (shared := settings["temperature"]) is not None:
+        taker = _taker(settings, list(weights))
+        if (own := options[taker].setdefault("temperature", shared)) != shared:
+            raise ValueError(f"SimReg temperature {shared} has no effect next to {taker}.temperature={own}: drop one")
     found = []
     for objective, weight in weights.items():
-        own = options[objective]
-        temperature = own.pop("temperature", shared if objective == taker else None)
-        if objective == taker and temperature != shared:
-            raise ValueError(
-                f"SimReg temperature {shared} has no effect next to {objective}.temperature={temperature}: drop one"
-            )
-        record = objectives.find(objective)
-        checked = checked_options(record, own)
-        known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
-        part = {name: settings[name] for name in known}
-        part |= {"objective": objective, "lambda_": weight, "objective_options": checked}
+        temperature, record = options[objective].pop("temperature", None), objectives.find(objective)
         if temperature is not None:
-            part["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
-        found.append(part)
+            temperature = checked_option(f"{objective}.temperature", 1.0, temperature)
+        checked = checked_options(record, options[objective])
+        known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
+        own = {"objective": objective, "lambda_": weight, "objective_options": checked, "temperature": temperature}
+        found.append({name: settings[name] for name in known} | own)
     return found
 
 
@@ -158,11 +150,9 @@ def _weights(text: str) -> dict[str, float | str]:
     return found
 
 
-def _taker(settings: Settings, names: list[str]) -> str | None:
-    """Return the part that a given temperature belongs to: SimReg, or the only part that has one."""
+def _taker(settings: Settings, names: list[str]) -> str:
+    """Return the part that the given temperature belongs to: SimReg, or the only part that has one."""
     temperature = settings["temperature"]
-    if temperature is None:
-        return None
     takers = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
     if len(takers) != 1:
         instead = f"give it as an option of one, such as {takers[0]}.temperature={temperature}" if takers else "drop it"

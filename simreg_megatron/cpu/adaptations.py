@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 
 def adapt_megatron() -> None:
@@ -31,29 +32,27 @@ def adapt_megatron() -> None:
     _allow_sequence_parallelism(WrappedTorchNorm)
     _gather_tensors_of_unequal_sizes()
     cpu_attention.adapt(DotProductAttention)
-    # Transformer Engine's kernel that cuts packed rows over context ranks.
-    core_utils.tex = SimpleNamespace(
-        thd_get_partitioned_indices=lambda borders, length, size, rank: cpu_attention.zigzag_positions(
-            length, size, borders
-        )[rank]
-    )
+    core_utils.tex = SimpleNamespace(thd_get_partitioned_indices=_rows_of_a_rank)
+
+
+def _rows_of_a_rank(borders: Any, length: int, size: int, rank: int) -> Any:
+    """Cut packed rows over context ranks, as Transformer Engine's kernel does."""
+    from simreg_megatron.cpu.attention import zigzag_positions
+
+    return zigzag_positions(length, size, borders)[rank]
 
 
 def _build_for_this_python(build: Callable[[], None]) -> None:
     """Build with this Python: the Makefile takes the first python3 and python3-config on the PATH, maybe others."""
-    before = dict(os.environ)
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before.get("PATH", "")])
-    os.environ["MAKEFLAGS"] = f"-- LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     try:
-        build()
+        with mock.patch.dict(os.environ, PATH=path, MAKEFLAGS=f"-- LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"):
+            build()
     except SystemExit:
         sys.exit(
             "error: Megatron could not build its dataset helpers (see what make says above): megatron/core/datasets/"
             "helpers.cpp needs make, g++ and `pip install pybind11`"
         )
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _split_sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

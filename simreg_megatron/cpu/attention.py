@@ -4,9 +4,8 @@
 On a GPU, Transformer Engine does both; Megatron's own `DotProductAttention` refuses them. `adapt` changes that class,
 from which every local layer is built, so that any script runs without a `--spec` flag of ours.
 
-It is meant to be plainly right, not fast: keys and values of the whole sequence are gathered on every rank and the
-score matrix is masked. The order of blocks is not taken from `simreg_megatron.parallel`: a mistake in the one cannot
-hide behind the same mistake in the other.
+It is right, not fast: keys and values of the whole sequence are gathered on every rank. The order of blocks is not
+taken from `simreg_megatron.parallel`: a mistake in the one cannot hide behind the same mistake in the other.
 
 Shapes: S tokens of this context rank, T tokens of the whole sequence, B micro-batch, H heads, D of a head.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +25,9 @@ from torch import Tensor
 from simreg_megatron.cpu import CpuBackendError
 
 
-def adapt(attention: type) -> None:
+def adapt(attention: Any) -> None:
     """Let `DotProductAttention` be built under context parallelism, and take packed sequences."""
-    build: Any = attention.__init__  # type: ignore[misc]
+    build, attend = attention.__init__, attention.forward
 
     @functools.wraps(build)
     def built(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,11 +35,6 @@ def adapt(attention: type) -> None:
         unsplit.context_parallel_size = 1  # upstream refuses more, for want of the exchange below
         build(self, unsplit, *args, **kwargs)
 
-    attention.__init__ = built  # type: ignore[misc]
-    attention.forward = _attend_across(attention.forward)  # type: ignore[attr-defined]
-
-
-def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(attend)
     def attended(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Tensor:
         packed_seq_params = options.pop("packed_seq_params", None)
@@ -61,7 +54,9 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         own = torch.arange(len(query))
         if group is not None:
             positions = zigzag_positions(len(key) * group.size(), group.size(), borders)
-            key, value = (in_natural_order(part, positions, group) for part in (key, value))
+            # Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows.
+            gathered = (gather_from_sequence_parallel_region(part.contiguous(), group=group) for part in (key, value))
+            key, value = (part[positions.flatten().argsort()] for part in gathered)
             own = positions[group.rank()]
         if borders is not None:
             attention_mask = packed_mask(borders, len(key))[:, :, own]
@@ -69,16 +64,13 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
             attention_mask = causal_mask(own, len(key))
         return attend(self, query, key, value, attention_mask, **options)
 
-    return attended
+    attention.__init__, attention.forward = built, attended
 
 
 def _context_group(attention: Any, packed_seq_params: Any) -> Any:
     """Return the group of ranks that share these tokens, which may be the micro-batch's own; None for one rank."""
-    group = getattr(packed_seq_params, "cp_group", None)
-    if group is None:
-        group = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on
-    if group is None:
-        group = parallel_state.get_context_parallel_group()
+    own = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on
+    group = getattr(packed_seq_params, "cp_group", None) or own or parallel_state.get_context_parallel_group()
     return group if group.size() > 1 else None
 
 
@@ -91,15 +83,6 @@ def zigzag_positions(length: int, ranks: int, borders: Tensor | None = None) -> 
     documents = torch.arange(length).tensor_split([] if borders is None else borders[1:-1].tolist())
     blocks = [document.view(2 * ranks, len(document) // (2 * ranks)) for document in documents]
     return torch.cat([half for cut in blocks for half in (cut[:ranks], cut[ranks:].flip(0))], dim=1)
-
-
-def in_natural_order(part: Tensor, positions: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """[S, B, H, D] of every context rank, at `positions` [ranks, S] -> the whole sequence [T, B, H, D] in order.
-
-    Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows (reduce-scatter).
-    """
-    gathered = gather_from_sequence_parallel_region(part.contiguous(), group=group)
-    return gathered[positions.flatten().argsort()]
 
 
 def causal_mask(positions: Tensor, length: int) -> Tensor:

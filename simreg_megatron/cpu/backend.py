@@ -32,7 +32,6 @@ _state = {"active": False}
 
 
 def is_active() -> bool:
-    """Return whether Megatron runs on the stand-ins in this process."""
     return _state["active"]
 
 
@@ -80,10 +79,7 @@ def refuse(arguments: Any) -> None:
 
 
 def activate(mode: str = "on") -> None:
-    """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
-
-    The mode "force", unlike "on", leaves a GPU that is there unused.
-    """
+    """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process; "force" leaves a GPU unused."""
     if is_active():
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiled graphs would bypass the stand-ins
@@ -123,10 +119,9 @@ _LIMIT = 5.0  # seconds: a collective that a lost peer will never finish must no
 def settle() -> None:
     """Wait until gloo's threads have freed what they hold, `_LIMIT` seconds at most.
 
-    Without it torch (seen in 2.13) risks an abort at the end of a process: a thread of gloo that finished a collective
-    may be the last holder of its tensors, and asks for Python's lock to free them, which unwinds the thread through C++
-    if the interpreter has begun to end: status 134 (PyTorch issue 190489). Destroying the groups would take them from
-    exit handlers that need them.
+    Without it torch (seen in 2.13) may abort at the end of a process, with status 134 (PyTorch issue 190489): a thread
+    of gloo that is the last holder of tensors asks for Python's lock to free them when the interpreter has begun to
+    end. Destroying the groups would take them from exit handlers that need them.
     """
     end = time.monotonic() + _LIMIT
     time.sleep(_PAUSE)

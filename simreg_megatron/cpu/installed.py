@@ -44,10 +44,7 @@ def broken_transformer_engine() -> str | None:
 
 
 def _use_cudnn_of_torch() -> None:
-    """Set CUDNN_HOME to the cuDNN of torch's wheel, unless the user names one.
-
-    Transformer Engine takes the system's cuDNN first. Two releases of cuDNN in one process do not load.
-    """
+    """Set CUDNN_HOME to the cuDNN of torch's wheel, unless the user names one: the system's would not load."""
     if "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ or util.find_spec("nvidia") is None:
         return
     cudnn = util.find_spec("nvidia.cudnn")
@@ -56,10 +53,7 @@ def _use_cudnn_of_torch() -> None:
 
 
 def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """Wrap Megatron's `compile_helpers`: do not run `make` where it cannot work and the dataset helpers are compiled.
-
-    Megatron runs it before the first step of every run, but its wheels bring the compiled module and no Makefile.
-    """
+    """Wrap Megatron's `compile_helpers`: its wheels bring the compiled module, but no Makefile for `make`."""
 
     @functools.wraps(compile_helpers)
     def compile_if_needed() -> None:

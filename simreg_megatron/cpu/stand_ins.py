@@ -18,16 +18,12 @@ _MEMORY = 8 << 30  # what the stand-in device claims to have, in bytes; only log
 
 
 def replace(torch: Any) -> None:
-    """Replace all of them.
-
-    `torch.compile` leaves a function as it is: loading the compiler would take longer than a tiny run's step.
-    """
-    _replace_device_queries(torch)
-    _replace_streams(torch)
+    _replace_devices(torch)
     _replace_random_state(torch)
     _replace_tensor_types(torch)
     _replace_placement(torch)
     _replace_meshes()
+    # The compiler is left out: loading it would take longer than a tiny run's step.
     torch.compile = lambda function=None, **options: function or (lambda decorated: decorated)
 
 
@@ -38,27 +34,26 @@ class _Device(str):
         return "0"
 
 
-def _replace_device_queries(torch: Any) -> None:
-    cuda, cpu = torch.cuda, _Device("cpu")
-
+def _replace_devices(torch: Any) -> None:
+    cuda, cpu, stream = torch.cuda, _Device("cpu"), _Done()
     properties = SimpleNamespace(major=8, minor=0, name="cpu", total_memory=_MEMORY, multi_processor_count=1)
-    cuda.is_available = lambda: True
+    answers = {
+        "is_available": True, "current_device": cpu, "get_device_name": "cpu", "get_device_capability": (8, 0),
+        "get_device_properties": properties, "mem_get_info": (_MEMORY, _MEMORY), "set_device": None,
+        "synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None, "memory_allocated": 0,
+        "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0, "current_stream": stream,
+        "default_stream": stream, "stream": contextlib.nullcontext(), "set_stream": None,
+        "is_current_stream_capturing": False,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(cuda, name, _constant(answer))
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda.current_device = lambda: cpu
-    cuda.get_device_name = lambda *args, **kwargs: "cpu"
-    cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
-    cuda.get_device_properties = lambda *args, **kwargs: properties
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        setattr(cuda, name, _constant(None))
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, name, _constant(0))
-    cuda.mem_get_info = lambda *args, **kwargs: (_MEMORY, _MEMORY)
     cuda.memory_stats = lambda *args, **kwargs: defaultdict(int)
-    torch.accelerator.current_device_index = _constant(0)
-    init = torch.distributed.init_process_group  # whose default is NCCL, as a GPU seems to be there
-    torch.distributed.init_process_group = lambda backend=None, *args, **kwargs: init(
-        backend or "gloo", *args, **kwargs
-    )
+    cuda.Stream = cuda.Event = _Done
+    torch.accelerator.current_device_index, torch.accelerator.current_stream = _constant(0), _constant(stream)
+    torch.Tensor.record_stream = _constant(None)
+    distributed, init = torch.distributed, torch.distributed.init_process_group  # else NCCL, as a GPU seems to be there
+    distributed.init_process_group = lambda backend=None, *args, **kwargs: init(backend or "gloo", *args, **kwargs)
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -66,42 +61,23 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-class _Stream:
-    """A stream on which everything is already done."""
+class _Done:
+    """A stream on which everything is done, or an event that has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _Done:
         return self
 
     def __exit__(self, *exc: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        return event or _Done()
 
-    wait_stream = wait_event = synchronize = _constant(None)
+    wait_stream = wait_event = record = wait = synchronize = _constant(None)
     is_capturing = _constant(False)
-
-
-class _Event:
-    """An event that happened at once."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    record = wait = synchronize = _constant(None)
     query = _constant(True)
     elapsed_time = _constant(0.0)
-
-
-def _replace_streams(torch: Any) -> None:
-    cuda, stream = torch.cuda, _Stream()
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream, cuda.default_stream = _constant(stream), _constant(stream)
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.set_stream = lambda stream: None
-    cuda.is_current_stream_capturing = lambda: False
-    torch.accelerator.current_stream = lambda *args, **kwargs: stream
-    torch.Tensor.record_stream = lambda self, stream: None
 
 
 def _replace_random_state(torch: Any) -> None:
@@ -128,10 +104,7 @@ def _ranks_cut_weights() -> bool:
 
 
 def _give_loaders_a_generator(torch: Any) -> None:
-    """Give loaders a generator: they draw a seed when reading begins, with a GPU from another one than dropout's.
-
-    Else a resumed run, which begins to read after it has loaded its random state, would go on with other dropout.
-    """
+    """Let loaders draw their seed from another generator than dropout's: a resumed run draws it at another time."""
     from torch.utils.data import DataLoader
 
     make = DataLoader.__init__
@@ -148,9 +121,8 @@ def _replace_tensor_types(torch: Any) -> None:
     tensor_type = torch.Tensor.type
 
     def spelled_as_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return tensor_type(self, *args, **kwargs)
-        return tensor_type(self).replace("torch.", "torch.cuda.")  # Megatron's optimizers assert this spelling
+        found = tensor_type(self, *args, **kwargs)  # a name, unless a type is asked for
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found  # as Megatron asserts
 
     torch.Tensor.type = spelled_as_cuda
 

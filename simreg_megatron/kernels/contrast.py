@@ -18,9 +18,8 @@ Shapes: b sequences of c chunks of k tokens with d features; p anchors of each c
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,10 +54,9 @@ class Measured(NamedTuple):
     kept: Kept
 
 
-class Form(ABC):
+class Form(Protocol):
     """Interface: the sums over pairs and their gradient; see above for the equations."""
 
-    @abstractmethod
     def pair_sums(
         self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:
@@ -75,7 +73,6 @@ class Form(ABC):
             rectangles [2, b, c, k], float64: each pair is added to both of its tokens.
         """
 
-    @abstractmethod
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         """Compute the anchors' terms from their sums over all tokens that they meet."""
 
@@ -84,23 +81,16 @@ class Form(ABC):
         part, sums = self.pair_sums(tokens, anchors, temperature, keep=keep)
         return self.finish(part, sums, anchors, temperature)
 
-    @abstractmethod
     def pull_back(
         self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
         """Write the gradient of the anchors' rows into `grad` [b, c, p, d]. It may write over `kept.pairs`.
 
-        Args:
-            pull: (a, b) of all tokens, [2, b, c, k]; tokens that are anchors on other ranks have theirs, too.
+        `pull` is (a, b) of all tokens, [2, b, c, k]: those that are anchors on other ranks have theirs, too.
         """
 
-    @abstractmethod
     def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
-        """Return whether the exponentials of `num_pairs` pairs, in chunks of `chunk` tokens, stay for the backward.
-
-        Args:
-            rows: [..., d] of the type and device of the rows.
-        """
+        """Return whether P of `num_pairs` pairs, in chunks of `chunk` tokens like `rows`, stays for the backward."""
 
 
 def cut(span: Span, size: int) -> list[Span]:

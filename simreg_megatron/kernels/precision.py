@@ -36,23 +36,19 @@ def full_float32() -> Iterator[None]:
         exact.append((on_cpu, "fp32_precision", "ieee"))
     if getattr(settings, "allow_fp16_accumulation", False):  # torch refuses a float16 product into float32 with it
         exact.append((settings, "allow_fp16_accumulation", False))
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in exact]
-    for each in exact:
-        setattr(*each)
-    try:
-        yield
-    finally:
-        for each in before:
-            setattr(*each)
+    with contextlib.ExitStack() as restored:
         if coarse == "medium":
-            torch.set_float32_matmul_precision(coarse)
+            restored.callback(torch.set_float32_matmul_precision, coarse)
+        for holder, name, value in exact:
+            restored.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+        yield
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """Switch autocast off: cosines in bfloat16 have an error of 2e-3, a factor of 1.2 at tau 0.01."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+    has_autocast = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if has_autocast else contextlib.nullcontext()
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

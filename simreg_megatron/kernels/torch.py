@@ -8,10 +8,8 @@ Half precision is widened to float32, one side of a tile at a time. With c = tau
 
 since exp2 is several times faster on a CPU than exp. The backward takes the P that the forward kept, or computes it
 again. It adds up the gradient of as many anchors at a time as there is room for, a region: a tile inside a region
-serves both of its sides, and one that reaches outside only the anchors.
-
-Masks are numbers, not bools, and labels are compared as small floating-point numbers: on a CPU arithmetic is several
-times faster than a selection.
+serves both of its sides, and one that reaches outside only the anchors. Masks are numbers, and labels are compared as
+floating-point ones: on a CPU arithmetic is several times faster than a selection.
 
 Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk; m chunks worked on together; tiles
 of r rows and s columns.
@@ -48,8 +46,6 @@ Step = tuple[Span, Sequence[Span]]  # rows of tiles, and the columns of each
 
 
 class Plan(NamedTuple):
-    """The division of the work into tiles."""
-
     side: int  # of a tile, at most
     region: int  # anchors whose gradient is added up at a time
     together: int  # chunks
@@ -198,8 +194,6 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
 
 
 class TorchForm(Form):
-    """The form "tiled": calls the functions above."""
-
     def pair_sums(
         self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:
@@ -250,10 +244,9 @@ class TorchForm(Form):
 
 
 def _prepared(tokens: Tokens, temperature: float) -> Kept:
-    """Compute scale and names of the tokens; those whose row is exactly zero are not usable.
+    """Compute scale, NaN or 0 for a row that is not finite, and names of the tokens; zero rows are not usable.
 
-    The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent. It is
-    NaN or 0 for a row that is not finite.
+    The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
     """
     rows = tokens.rows
     norms = torch.empty(tokens.labels.shape, dtype=torch.float64, device=rows.device)

@@ -13,8 +13,7 @@ added in a fixed order: the same bits every time.
 
 Chunks of up to LONGEST_KEPT tokens keep P for the backward, whose `_weights` finds cos_ij from it. In longer ones the
 backward computes the pairs again, PANEL rows at a time, and `_pairs` goes on to W at once. Either way it takes at most
-16 KiB a token in bfloat16, a twelfth of the logits of 32,000 tokens in bfloat16 and float32, which Megatron holds at
-the same time.
+16 KiB a token in bfloat16, a twelfth of the logits of 32,000 tokens that Megatron holds at the same time.
 
 A row that is not usable has weight 0 in every product, so it must be finite where Megatron's own loss is to be finite.
 
@@ -110,9 +109,7 @@ def _pairs(
     """
     tiles_i, tiles_j = tl.cdiv(last_i - first_i, SIDE), tl.cdiv(last_j - first_j, SIDE)
     height, breadth = last_i - first_i, last_j - first_j
-    tiles = tiles_i * tiles_j
-    if UPPER:
-        tiles = tiles_i * (tiles_i + 1) // 2
+    tiles = tiles_i * (tiles_i + 1) // 2 if UPPER else tiles_i * tiles_j
     side = tl.arange(0, SIDE)
     tokens = tl.make_tensor_descriptor(
         rows, [num_chunks // chunks, chunks, length, width], [stride_b, stride_c, stride_k, 1], [1, 1, SIDE, BK]
@@ -281,17 +278,14 @@ INTERPRETS = not isinstance(_pairs, triton.runtime.JITFunction)
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch on the device of the first argument; Triton itself takes the current one.
 
-    One place, so that launches can be counted where no GPU is. Triton takes the memory of descriptors from an allocator
-    of the context, and autograd's threads have contexts of their own: so it is set in each launch, in a copy of the
-    context, which leaves the program's own alone (Triton 3.4 has one for all contexts).
+    Triton takes the memory of descriptors from an allocator of the context, and autograd's threads have contexts of
+    their own: so it is set in each launch, in a copy of the context, which leaves the program's own alone.
     """
 
-    def launch() -> None:
-        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
-        kernel[grid](*arguments, enable_fp_fusion=True, **constants)  # Triton 3.10 changes the default
-
+    context = contextvars.copy_context()
     with torch.cuda.device_of(arguments[0]) if arguments[0].is_cuda else contextlib.nullcontext():
-        contextvars.copy_context().run(launch)
+        context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
+        context.run(kernel[grid], *arguments, enable_fp_fusion=True, **constants)  # Triton 3.10 changes the default
 
 
 def cdiv(count: int, size: int) -> int:
@@ -376,11 +370,7 @@ class TritonForm(Form):
 
 
 def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
-    """Return rows as the kernels read them, and names and 1 / |e| [b, c, n] of the tokens.
-
-    Raises:
-        ValueError: the kernels do not compute such rows.
-    """
+    """Return rows as the kernels read them, and names and 1 / |e| [b, c, n]; ValueError for rows of other types."""
     rows, unit = tokens.rows, 16 // tokens.rows.itemsize
     is_known = rows.dtype in (torch.bfloat16, torch.float32) and (rows.is_cuda or INTERPRETS)
     if not is_known or rows.shape[3] % unit:

@@ -32,8 +32,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 
     Args:
         models: the model, or the list of model chunks on this rank, with or without Megatron's wrappers around them.
-        micro_batch_size, seq_length: of the run. With them, `impl="auto"` looks for a faster one than tiled on
-            a GPU; without them it uses tiled.
+        micro_batch_size, seq_length: of the run; without them, `impl="auto"` is tiled on a GPU, too.
 
     Raises:
         RuntimeError: SimReg is not installed.

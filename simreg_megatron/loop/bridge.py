@@ -35,10 +35,8 @@ class SimRegCallback:
     def on_train_step_start(self, context: Any) -> None:
         """Pass on the iteration: lambda may change with it, and the geometry is measured at log steps alone."""
         iteration = int(context.state.train_state.step)
-        measures = self._logs(context, iteration + 1)
-        needs_length = loop.settings().schedule.needs_length
-        length = context.state.cfg.train.train_iters if needs_length else None
-        loop.begin_step(iteration, measures=measures, num_iterations=length)
+        length = context.state.cfg.train.train_iters
+        loop.begin_step(iteration, measures=self._logs(context, iteration + 1), num_iterations=length)
 
     def on_train_step_end(self, context: Any) -> None:
         """Log means of the interval; a collective, so every rank calls it at the same steps."""

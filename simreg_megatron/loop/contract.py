@@ -65,25 +65,28 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     config = regularizer.config
     if not config.trains:
         raise ValueError("there is nothing to check while lambda is 0: install SimReg with the settings of the run")
-    if config.every > 1 or not config.schedule.is_constant:  # look at a step with the whole of lambda
-        regularizer.set_iteration(config.every * (config.start_iter + config.warmup_iters), num_iterations=_ENDLESS)
+    # Look at a step with the whole of lambda.
+    regularizer.set_iteration(config.every * (config.start_iter + config.warmup_iters), num_iterations=_ENDLESS)
     try:
         return _check(models, forward_backward)
     finally:
+        installation.current().paused = False
         _clear(models)
         begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
 
 
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
-    with _paused():
-        loss_without, gradients = _run(models, forward_backward)
-        without = [gradient.clone() for gradient in gradients]  # the only copy: the others are compared where they lie
+    here = installation.current()
+    here.paused = True
+    loss_without, gradients = _run(models, forward_backward)
+    without = [gradient.clone() for gradient in gradients]  # the only copy: the others are compared where they lie
+    here.paused = False
     loss_with, gradients = _run(models, forward_backward)
     num_with = len(gradients)
     pairs = zip(gradients, without, strict=True) if num_with == len(without) else ()
     moved = [float((new.float() - old.float()).norm()) for new, old in pairs]
-    with _paused():
-        loss_again, gradients = _run(models, forward_backward)
+    here.paused = True
+    loss_again, gradients = _run(models, forward_backward)
     repeats = len(gradients) == len(without) and all(map(torch.equal, without, gradients))
     numbers = (part for part in tree_leaves(loss_without) if isinstance(part, Tensor | int | float))
     refuse(
@@ -98,7 +101,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         (num_with != len(without),
          f"{len(without)} parameters have a gradient without SimReg and {num_with} with it: "
          "forward_backward must not return before all gradients are computed"),
-        (not any(moved) and installation.regularizer().is_reached,
+        (not any(moved) and here.regularizer().is_reached,
          "no gradient changes with SimReg: its own is too small to change a digit; take real text"),
         (not any(moved),
          "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
@@ -107,17 +110,6 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     )  # fmt: skip
     size = math.hypot(*(float(gradient.float().norm()) for gradient in without))
     return Found(math.hypot(*moved) / (size or math.nan), sum(map(bool, moved)), len(without))
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    """Train models as plain Megatron trains them in here."""
-    here = installation.current()
-    here.paused = True
-    try:
-        yield
-    finally:
-        here.paused = False
 
 
 @contextmanager
@@ -137,22 +129,20 @@ def _repeated(models: Any) -> Iterator[None]:
 
 
 def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-    """Run one step's passes; return a copy of the loss that the loop reports, and all gradients.
-
-    Megatron's data parallelism has these in `main_grad`, and leaves `grad` empty.
-    """
+    """Run one step's passes; return a copy of the loss that the loop reports, and all gradients."""
     _clear(models)
     with _repeated(models):
         loss = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), forward_backward())
     named = (pair for model in compat.unwrapped(models) for pair in model.named_parameters())
     parameters = [parameter for name, parameter in named if f".{learnable.PREFIX}" not in f".{name}"]  # SimReg's own
-    found = [getattr(parameter, "main_grad", None) for parameter in parameters]
-    found = [one.grad if grad is None else grad for one, grad in zip(parameters, found, strict=True)]
+    # Megatron's data parallelism has the gradients in `main_grad`, and leaves `grad` empty.
+    both = ((getattr(parameter, "main_grad", None), parameter.grad) for parameter in parameters)
+    found = (grad if main is None else main for main, grad in both)
     return loss, [gradient.detach() for gradient in found if gradient is not None]
 
 
 def _clear(models: Any) -> None:
-    for model in models if isinstance(models, list) else [models]:
+    for model in compat.as_list(models):
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
         model.zero_grad(set_to_none=True)

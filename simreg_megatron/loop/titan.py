@@ -26,7 +26,6 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.tools.logging import logger
 
 from simreg_megatron.losses import simreg_loss, trial
-from simreg_megatron.notices import refuse
 
 
 class SimRegLoss(ChunkedLossWrapper):
@@ -81,12 +80,10 @@ class SimRegLoss(ChunkedLossWrapper):
                 "parallelism: set both degrees to 1, or simreg_lambda to 0"
             )
         size, masks = config.simreg_chunk_size, config.simreg_document_mask
-        refuse(  # a row does not say where its sequences begin, so 0 cannot mean these
-            (size < 2 or tokens % size,
-             f"simreg_chunk_size {size} must be at least 2 and divide the {tokens} tokens of a row"),
-            (masks and positions is None,
-             "simreg_document_mask needs positions, which a pipeline does not give the loss"),
-        )  # fmt: skip
+        if size < 2 or tokens % size:  # a row does not say where its sequences begin, so 0 cannot mean these
+            raise ValueError(f"simreg_chunk_size {size} must be at least 2 and divide the {tokens} tokens of a row")
+        if masks and positions is None:
+            raise ValueError("simreg_document_mask needs positions, which a pipeline does not give the loss")
         documents = (positions == 0).cumsum(1) if masks and positions is not None else None
         if not self._is_chosen and hidden_states.is_cuda:
             shape = trial.Shape(batch, tokens, width, size, hidden_states.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the form behind `impl="auto"` on a GPU: triton where it is right, else tiled.
 
-A kernel that is right on one GPU, driver and release of Triton may not be on the next: so before the first step it
-computes made-up rows of the run's own shape, and is compared with tiled in float32. No clock decides.
+A kernel that is right on one GPU, driver and release of Triton may not be on the next: so before the first step it is
+compared with tiled in float32, on made-up rows of the run's own shape.
 """
 
 from __future__ import annotations
@@ -48,12 +48,9 @@ def choose(shape: Shape, device: torch.device, group: dist.ProcessGroup | None =
 
 
 def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
-    """Compare a form with tiled in float32, in its terms and their gradient; return what is wrong with it, or nothing.
-
-    On all rows of the shape; then on part of a chunk with two documents, each third as the anchors of another rank.
-    """
+    """Compare a form with tiled in float32, in terms and gradient; return what is wrong with it, or nothing."""
     try:
-        whole = sample(shape, device)
+        whole = sample(shape, device)  # then part of a chunk with two documents, each third another rank's anchors
         few = [part[:, :1, :2048] for part in whole[:3]]
         shared = Tokens._make([*few, (torch.arange(few[1].shape[2], device=device) >= 25).expand_as(few[1]).long()])
         for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
@@ -85,8 +82,7 @@ def _computed(impl: str, tokens: Tokens, tau: float, num_ranks: int) -> tuple[Te
 def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:
     """Bound the relative error that rounding in the sums behind the cosines adds, which the temperature divides."""
     # float32 rounds to either side; tensor cores cut products of half precision off towards zero (arXiv 2512.07004).
-    units = width * 5 / 16 if dtype.itemsize == 2 else math.sqrt(width)
-    return units * 2.0**-24 / temperature
+    return (width * 5 / 16 if dtype.itemsize == 2 else math.sqrt(width)) * 2.0**-24 / temperature
 
 
 def sample(shape: Shape, device: torch.device) -> Tokens:

@@ -140,8 +140,7 @@ def mask_seams() -> list[Seam]:
 
 def logs_first_step() -> bool:
     """Return whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
-    log = inspect.unwrap(getattr(LOG_SEAM.holder(), LOG_SEAM.name))
-    return "is_first_iteration" in inspect.signature(log).parameters
+    return "is_first_iteration" in inspect.signature(getattr(LOG_SEAM.holder(), LOG_SEAM.name)).parameters
 
 
 def megatron_version() -> str:
@@ -155,7 +154,6 @@ def megatron_version() -> str:
 
 
 def is_untried_release() -> bool:
-    """Return whether this Megatron is newer than any that the plugin was run with."""
     numbers = re.match(r"(\d+)\.(\d+)", megatron_version())
     return numbers is not None and tuple(map(int, numbers.groups())) > NEWEST_TRIED
 
@@ -180,10 +178,13 @@ def wrappers(model: Any) -> list[Any]:
     return found
 
 
+def as_list(model_chunks: Any) -> list[Any]:
+    return model_chunks if isinstance(model_chunks, list) else [model_chunks]
+
+
 def unwrapped(model_chunks: Any) -> list[Any]:
     """Return the models inside Megatron's wrappers; its own `unwrap_model` stops inside its FSDP and is new in 0.14."""
-    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
-    return [wrappers(chunk)[-1] for chunk in chunks]
+    return [wrappers(chunk)[-1] for chunk in as_list(model_chunks)]
 
 
 def language_models(model_chunks: Any) -> list[Any]:
@@ -192,24 +193,28 @@ def language_models(model_chunks: Any) -> list[Any]:
     return [model if inner is None else wrappers(inner)[-1] for model, inner in found]
 
 
-def tensor_group(model: Any) -> Any:
-    """Return the tensor-parallel group: the model's own if it carries groups (0.15 on), else Megatron's global one."""
-    return _group(model, "tp", "get_tensor_model_parallel_group")
+def _group(name: str, global_name: str, model: Any, **options: bool) -> Any:
+    """Return the group of this name: the model's own if it carries groups (0.15 on), else Megatron's global one."""
+    group = getattr(getattr(model, "pg_collection", None), name, None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return getattr(parallel_state, global_name)(**options)
+
+
+tensor_group = functools.partial(_group, "tp", "get_tensor_model_parallel_group")
+tensor_and_context_group = functools.partial(_group, "tp_cp", "get_tensor_and_context_parallel_group")  # in this order
 
 
 def context_group(model: Any, packing: Any = None) -> Any:
     """Return the context-parallel group: the model's, or that of this micro-batch under hybrid context parallelism."""
     given, size = getattr(packing, "cp_group", None), getattr(packing, "local_cp_size", None)
     if given is None and size is None:
-        return _group(model, "cp", "get_context_parallel_group")
+        return _group("cp", "get_context_parallel_group", model)
     if given is None and size != 1:
         raise NotImplementedError(f"local_cp_size is {size} without a cp_group: give both, or set --simreg-lambda 0")
     return ALONE if given is None else given
-
-
-def tensor_and_context_group(model: Any) -> Any:
-    """Return the group of tensor and context ranks, tensor ranks first."""
-    return _group(model, "tp_cp", "get_tensor_and_context_parallel_group")
 
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
@@ -218,13 +223,4 @@ def data_group(model: Any = None, *, with_context: bool = False) -> Any:
     weight_shards = getattr(getattr(model, "pg_collection", None), "gtp_remat", None)
     model = None if weight_shards is not None and weight_shards.size() > 1 else model
     name = "dp_cp" if with_context else "dp"
-    return _group(model, name, "get_data_parallel_group", with_context_parallel=with_context)
-
-
-def _group(model: Any, name: str, global_name: str, **options: bool) -> Any:
-    group = getattr(getattr(model, "pg_collection", None), name, None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    return getattr(parallel_state, global_name)(**options)
+    return _group(name, "get_data_parallel_group", model, with_context_parallel=with_context)

@@ -64,29 +64,27 @@ def _install(config: SimRegConfig | None) -> None:
     models = compat.model_seams()
     wrappers: list[tuple[compat.Seam, Wrapper]] = []
     for seam in models:
-        in_forward = seam in compat.FORWARD_SEAMS
-        wrappers.append((seam, model.regularize_forward if in_forward else model.regularize))
         wrappers.append((replace(seam, name="__init__", parameters=frozenset()), model.prepare))
-        if not in_forward:
+        if seam in compat.FORWARD_SEAMS:
+            wrappers.append((seam, model.regularize_forward))
+        else:
+            wrappers.append((seam, model.regularize))
             wrappers.append((replace(seam, name="forward", parameters=frozenset()), model.check_forward))
     wrappers += [(seam, model.keep_loss_mask) for seam in compat.mask_seams()]
     if has_loop:
         wrappers += _AROUND_LOOP if config is not None else (*_AROUND_LOOP, *_WITH_FLAGS)
-    model_classes = tuple(seam.holder() for seam in models)
-    for seam, _ in wrappers:
-        seam.holder()  # all seams are there, or nothing is wrapped
+    new = Installation(config, model.catch_inner_states)
+    installation.keep(new)
+    new.model_classes = tuple(seam.holder() for seam in models)
+    for seam, wrapper in wrappers:  # if one is missing, `install` restores the others
+        new.wrap(seam.holder(), seam.name, wrapper)
     if compat.is_untried_release():
         notices.warn(
             f"SimReg was not yet tried with megatron-core {compat.megatron_version()}. It continues, as all functions "
             "that it wraps exist; first compare a short run with --simreg-lambda 0 to one without the plugin"
         )
-    new = Installation(config, model.catch_inner_states)
-    new.model_classes = model_classes
-    installation.keep(new)
-    for seam, wrapper in wrappers:
-        new.wrap(seam.holder(), seam.name, wrapper)
     if config is not None and new.regularizer().config.active:
-        model.watch_built(model_classes)
+        model.watch_built(new.model_classes)
 
 
 def uninstall() -> None:

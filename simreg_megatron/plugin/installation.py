@@ -37,7 +37,7 @@ class Installation:
         self.watches: list[Any] = []  # handles of the hooks on models
         self._decoder_wrapper = decoder_wrapper
         self._regularizer: Regularizer | None = None
-        self._originals: list[tuple[Any, str, Any, Any]] = []
+        self._originals: list[tuple[Any, str, Any, Any]] = []  # holder, name, Megatron's function, ours
         self._over = False
 
     def regularizer(self) -> Regularizer:
@@ -74,12 +74,11 @@ class Installation:
                 raise RuntimeError(
                     f"{getattr(holder, '__name__', holder)}.{name} was wrapped again after SimReg: undo that first"
                 )
-        while self._originals:
-            holder, name, original, _ = self._originals.pop()
+        for holder, name, original, _ in self._originals:
             setattr(holder, name, original)
         self._over = True
-        while self.watches:
-            self.watches.pop().remove()
+        for watch in self.watches:
+            watch.remove()
 
 
 _installation: Installation | None = None
@@ -97,7 +96,6 @@ def current() -> Installation:
 
 
 def keep(new: Installation | None) -> None:
-    """Set the current installation; None clears it."""
     global _installation
     _installation = new
 

@@ -17,12 +17,12 @@ from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
 
 
-def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
+def described(config: SimRegConfig, model: Any) -> str:
     """Describe the settings of one objective, for the first lines of the log."""
     found = ["measured only, in log steps, not trained on"]
     if config.trains:
         asked = " (auto)" if config.lambda_ == "auto" else ""
-        found = [f"lambda {config.weight(hidden_size):g}{asked} {config.schedule}".strip()]
+        found = [f"lambda {config.weight(model.config.hidden_size):g}{asked} {config.schedule}".strip()]
     if config.every > 1:
         found.append(f"once every {config.every} steps with {config.every} times the weight (another objective)")
     if config.by_sequence or not config.sends_no_rows:
@@ -39,7 +39,6 @@ def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
 
 
 def is_log_step(iteration: int) -> bool:
-    """Return whether SimReg's values are logged after this many iterations."""
     return iteration % (installation.regularizer().config.log_interval or compat.arguments().log_interval) == 0
 
 
@@ -49,13 +48,12 @@ def report(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     iteration, logs = given["iteration"], is_log_step(given["iteration"])
     first = bool(given.get("is_first_iteration")) and not logs  # a line of its own, in the middle of an interval
     here = installation.current()
-    active, clipping = here.regularizer().config.active, here.clipping
-    if not (active or clipping) or not (first or logs):
+    if not (first or logs) or not (here.regularizer().config.active or here.clipping):
         return training_log(*args, **kwargs)
     total_loss_dict = given["total_loss_dict"]
-    means = reduced_means(reset=not first) if active else {}
-    if clipping is not None:
-        means |= clipping.means(reset=not first)
+    means = reduced_means(reset=not first) if here.regularizer().config.active else {}
+    if here.clipping is not None:
+        means |= here.clipping.means(reset=not first)
     add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
     if not first:
         write_scalars(means, iteration)
@@ -69,9 +67,8 @@ def report(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]:
     """Reduce the means over the ranks that saw SimReg, a collective; what is only measured is gone afterwards."""
-    regularizer = installation.regularizer()
-    data_group, resets = compat.data_group(model, with_context=True), reset or not regularizer.trains
-    means = regularizer.metrics.reduce(data_group, reset=resets)
+    regularizer, group = installation.regularizer(), compat.data_group(model, with_context=True)
+    means = regularizer.metrics.reduce(group, reset=reset or not regularizer.trains)
     return means | regularizer.lambdas() if means else {}
 
 

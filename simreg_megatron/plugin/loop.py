@@ -12,13 +12,12 @@ import torch.distributed as dist
 from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig, flags
 from simreg_megatron.losses import trial
-from simreg_megatron.losses.simreg import AUTO, chosen_impl
+from simreg_megatron.losses.simreg import chosen_impl
 from simreg_megatron.notices import forget, log_once, one_line, warn
 from simreg_megatron.objectives import note_on_lambda
 from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation, log, refusals
 from simreg_megatron.plugin.model import watch
-from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.plugin.tokens import device_of, open_row_group, rows_dtype
 
 STATE_KEY = "simreg_adagc"  # AdaGC's in the scheduler's part of a checkpoint, which every format of Megatron keeps
@@ -43,7 +42,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: 
     models, optimizer = built[:2]
     if config.active:
         refusals.refuse_models(config, models, here.model_classes)
-        make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
+        make_ready(models, settings, settings.micro_batch_size, settings.seq_length)
         if config.document_mask:
             regularizer.reader.end_of_document = end_of_document()
     if optimizer is None:  # --skip-train
@@ -78,27 +77,21 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     config = regularizer.config
     if not config.active:
         return
-    chunks = models if isinstance(models, list) else [models]
-    refusals.refuse_models(config, chunks, here.model_classes)
-    for model in compat.language_models(chunks):
+    refusals.refuse_models(config, models, here.model_classes)
+    language_models = compat.language_models(models)
+    for model in language_models:
         refusals.refuse_settings(model.config, config)
         replicas = functools.partial(compat.data_group, model)
         refusals.refuse_rows(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
         learnable.refuse_without(config, model)
         watch(model)
-    make_ready(regularizer, chunks, compat.language_models(chunks)[0].config, micro_batch_size, seq_length)
+    make_ready(models, language_models[0].config, micro_batch_size, seq_length)
 
 
-def make_ready(
-    regularizer: Regularizer, model_chunks: Any, settings: Any, micro_batch_size: int | None, seq_length: int | None
-) -> None:
-    """Choose the kernels where the shapes are known, and log one line an objective.
-
-    `settings` are Megatron's flags, or in other loops the configuration of the model.
-    """
-    from megatron.core.utils import get_model_config
-
-    config, models = regularizer.config, compat.language_models(model_chunks)
+def make_ready(model_chunks: Any, settings: Any, micro_batch_size: int | None, seq_length: int | None) -> None:
+    """Choose the kernels, and log one line an objective; `settings` are the flags, or the model's configuration."""
+    regularizer, models = installation.regularizer(), compat.language_models(model_chunks)
+    config = regularizer.config
     inside = set(models) - set(compat.unwrapped(model_chunks))
     installation.current().loss_masks |= dict.fromkeys(inside)  # such a one may count labels of images without a mask
     if refusals.is_whole_graph(settings):
@@ -113,9 +106,8 @@ def make_ready(
     for part in config.parts:
         if warning := part.record.warning(part.options):
             warn(f"SimReg objective {part.objective}: {warning}")
-        hidden_size = get_model_config(model_chunks[0]).hidden_size
-        log_once(log.described(part, models[0], hidden_size))
-        if note := note_on_lambda(part.objective, part.lambda_, hidden_size):
+        log_once(log.described(part, models[0]))
+        if note := note_on_lambda(part.objective, part.lambda_, models[0].config.hidden_size):
             log_once(f"SimReg: {note}")
 
 
@@ -130,11 +122,8 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
         return
     # One rank computes on its part of the sequence, or on the part of the work that tensor ranks share.
     length = seq_length // (compat.context_group(models[0]).size() * compat.tensor_group(models[0]).size())
-    dtype = rows_dtype(part, models[0])
-    shape = trial.Shape(
-        micro_batch_size, max(length, 2), models[0].config.hidden_size, part.chunk_size, dtype, part.tau
-    )
-    AUTO.pop((device.type, dtype), None)  # of a run before, in this process
+    dtype, width = rows_dtype(part, models[0]), models[0].config.hidden_size
+    shape = trial.Shape(micro_batch_size, max(length, 2), width, part.chunk_size, dtype, part.tau)
     group = dist.group.WORLD if dist.is_initialized() else None
     found = trial.choose(shape, device, group, computes=any(getattr(model, "post_process", True) for model in models))
     log_once(f"SimReg: {found}")
@@ -177,14 +166,12 @@ def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *ar
 
 
 def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the scheduler's `state_dict`, and add AdaGC's."""
     state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
     own = clipping.state_dict() if clipping else {}
     return {**state, STATE_KEY: own} if own else state
 
 
 def load_adagc(load: Callable[..., Any], scheduler: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the scheduler's `load_state_dict`, and give AdaGC its own."""
     if clipping := installation.current().clipping:
         clipping.load_state_dict(state_dict.get(STATE_KEY))
     elif STATE_KEY in state_dict:

@@ -8,8 +8,9 @@ own loop is checked for that after each step; each model is, at the end of its f
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,37 +19,31 @@ from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.installation import Installation
 from simreg_megatron.plugin.refusals import OTHER_LOSS, WAY_OUT, refuse_decoder
-from simreg_megatron.plugin.term import Regularizer, Terms
+from simreg_megatron.plugin.term import Terms
 
 
 def regularize(postprocess: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the function of a model that is given its final hidden states and the labels, and returns the loss."""
     here = installation.installed()
-    # SimReg was uninstalled, but this function is still referenced; or a parent class has a wrapped one, too.
-    if here is None or model in here.entered:
+    if here is None or model in here.entered:  # in a wrapper kept since `uninstall()`; in that of a parent class
         return postprocess(model, *args, **kwargs)
     here.passed.add(model)
-    regularizer = _active(here, model)
-    if regularizer is None:
+    if not _is_active(here, model):
         return postprocess(model, *args, **kwargs)
     given = compat.named_arguments(postprocess, model, *args, **kwargs) if args else kwargs
     here.entered.add(model)
     try:
-        with _behind_output_layer(
-            model, lambda: _terms(here, regularizer, model, given, given["hidden_states"])
-        ) as terms:
-            loss = postprocess(model, *args, **kwargs)
+        run = functools.partial(postprocess, model, *args, **kwargs)
+        return _with_terms(here, model, given, lambda: given["hidden_states"], run)
     finally:
         here.entered.discard(model)
-    return regularizer.add_to(loss, terms[0])
 
 
 def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `forward` of a model that computes its loss there: hook its decoder, whose output is hidden states."""
     here = installation.current()
     here.passed.add(model)
-    regularizer = _active(here, model)
-    if regularizer is None:
+    if not _is_active(here, model):
         return forward(model, *args, **kwargs)
     given = compat.named_arguments(forward, model, *args, **kwargs)
     states: list[Any] = []
@@ -56,18 +51,15 @@ def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kw
     def keep(_: Any, __: Any, output: Any) -> None:
         states.append(output[0] if isinstance(output, tuple) else output)
 
-    handle = model.decoder.register_forward_hook(keep)
-    try:
-        with _behind_output_layer(model, lambda: _terms(here, regularizer, model, given, states[-1])) as terms:
-            loss = forward(model, *args, **kwargs)
-    finally:
-        handle.remove()
-    return regularizer.add_to(loss, terms[0])
+    run = functools.partial(forward, model, *args, **kwargs)
+    with model.decoder.register_forward_hook(keep):
+        return _with_terms(here, model, given, lambda: states[-1], run)
 
 
-@contextlib.contextmanager
-def _behind_output_layer(model: Any, compute: Callable[[], Terms | None]) -> Iterator[list[Terms | None]]:
-    """Call `compute` once inside the block, after the model's output layer or at its end; yield a list for its result.
+def _with_terms(
+    here: Installation, model: Any, given: dict[str, Any], states: Callable[[], Any], run: Callable[[], Any]
+) -> Any:
+    """Return the loss from `run` with the terms of `states()`, computed after the output layer, or after `run`.
 
     The output layer and the loss keep a GPU busy for milliseconds, in which the host prepares the terms. Autograd runs
     the newest node first, so that their backward lies between those of the loss and of the output layer.
@@ -76,43 +68,34 @@ def _behind_output_layer(model: Any, compute: Callable[[], Terms | None]) -> Ite
 
     def compute_once(*_: Any) -> None:
         if not terms:  # multi-token prediction calls the output layer several times
-            terms.append(compute())
+            terms.append(_terms(here, model, given, states()))
 
     layer = getattr(model, "output_layer", None)
-    handle = None if layer is None else layer.register_forward_hook(compute_once)
-    try:
-        yield terms
-    finally:
-        if handle is not None:
-            handle.remove()
+    with contextlib.nullcontext() if layer is None else layer.register_forward_hook(compute_once):
+        loss = run()
     compute_once()
+    return here.regularizer().add_to(loss, terms[0])
 
 
 def prepare(initialize: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
     """Call the constructor: scalars that an objective trains join the model before it is wrapped or loaded."""
     initialize(model, *args, **kwargs)
     here = installation.current()
-    if here.given_config is None and compat.arguments() is None:  # Megatron has not parsed its flags yet
-        return
-    config = here.regularizer().config
-    if config.active:
+    has_settings = here.given_config is not None or compat.arguments() is not None  # else Megatron parses them later
+    if has_settings and (config := here.regularizer().config).active:
         learnable.add_to(model, learnable.wanted(config))
         watch(model)
 
 
-def _active(here: Installation, model: Any) -> Regularizer | None:
-    """Return the regularizer if this forward pass trains, on the stage that computes the loss, with SimReg on."""
-    if not (model.post_process and model.training and torch.is_grad_enabled()) or here.paused:
-        return None
-    regularizer = here.regularizer()
-    return regularizer if regularizer.config.active else None
+def _is_active(here: Installation, model: Any) -> bool:
+    """Return whether this forward pass trains, on the stage that computes the loss, with SimReg on."""
+    trains = getattr(model, "post_process", True) and model.training and torch.is_grad_enabled() and not here.paused
+    return trains and here.regularizer().config.active
 
 
-def _terms(
-    here: Installation, regularizer: Regularizer, model: Any, given: dict[str, Any], hidden_states: Any
-) -> Terms | None:
+def _terms(here: Installation, model: Any, given: dict[str, Any], hidden_states: Any) -> Terms | None:
     """Compute the terms of a micro-batch from its hidden states [S, B, D]; `given` has the call's other arguments."""
-    labels = given.get("labels")
+    labels, regularizer = given.get("labels"), here.regularizer()
     if given.get("inference_context") is not None or (labels is None and model in here.met):
         regularizer.inner_states.forget(model)  # one that had labels before may be asked for its logits, too
         return None
@@ -146,9 +129,9 @@ def keep_loss_mask(function: Callable[..., Any], model: Any, *args: Any, **kwarg
 
 def catch_inner_states(forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the decoder's `forward`: keep the states that will be trained on or measured."""
-    regularizer, is_paused = installation.regularizer(), installation.current().paused
-    is_training = decoder.post_process and decoder.training and torch.is_grad_enabled()
-    if is_paused or not (is_training and regularizer.computes):
+    here = installation.current()
+    regularizer = here.regularizer()
+    if not (_is_active(here, decoder) and regularizer.computes):
         return forward(decoder, *args, **kwargs)
     refuse_decoder(regularizer.config, decoder)
     return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)
@@ -168,7 +151,7 @@ def watch_built(classes: tuple[type, ...]) -> None:
 
 
 def check_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `forward`: models whose `forward` is called without their hooks are checked, too."""
+    """Call `forward`: models that are called without their hooks are checked, too."""
     here = installation.current()
     here.passed.discard(model)
     found = forward(model, *args, **kwargs)
@@ -184,11 +167,8 @@ def _check_call(model: Any, *_: Any) -> None:
 
 
 def _refuse_bypass(here: Installation, model: Any) -> None:
-    if model in here.passed or here.paused or not (model.training and torch.is_grad_enabled()):
-        return
-    if not getattr(model, "post_process", True) or not here.regularizer().config.active:
-        return
-    raise NotImplementedError(
-        f"this {type(model).__name__} ended a training forward pass without calling the function that SimReg "
-        f"wraps, {compat.MODEL_SEAM.path}: make the _postprocess or forward in its place call it, {WAY_OUT}"
-    )
+    if model not in here.passed and _is_active(here, model):
+        raise NotImplementedError(
+            f"this {type(model).__name__} ended a training forward pass without calling the function that SimReg "
+            f"wraps, {compat.MODEL_SEAM.path}: make the _postprocess or forward in its place call it, {WAY_OUT}"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,7 @@ _SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDat
 
 
 def is_whole_graph(settings: Any) -> bool:
-    """Return whether Megatron captures a whole step in one CUDA graph, and replays it in later steps.
-
-    Python runs in the capture alone: what changes from step to step must lie in tensors that were there before it.
-    """
+    """Return whether Megatron captures a whole step in one CUDA graph: Python runs in the capture alone."""
     asked = f"{getattr(settings, 'cuda_graph_impl', '')} {getattr(settings, 'cuda_graph_scope', '')}"
     return re.search(r"full_iteration(?!_inference)", asked) is not None
 
@@ -165,12 +163,9 @@ def refuse_cut(packing: Any, sample_length: int | None, *, is_hybrid: bool = Fal
 
 
 def packs_pretraining(sample_length: int | None) -> bool:
-    """Return whether a packed row is a pretraining sequence, which Megatron cuts over context ranks as a whole.
-
-    Megatron's scripts give the length of their samples, for fine-tuning too; other loops do not.
-    """
-    is_tuning = _flag(compat.arguments(), "sft", "use_varlen_dataset")
-    return bool(sample_length) and not is_tuning
+    """Return whether a packed row is a pretraining sequence, which Megatron cuts over context ranks as a whole."""
+    # Megatron's scripts give the length of their samples, for fine-tuning too; other loops do not.
+    return bool(sample_length) and not _flag(compat.arguments(), "sft", "use_varlen_dataset")
 
 
 def refuse_start_over(args: Any) -> None:
@@ -189,10 +184,9 @@ def refuse_start_over(args: Any) -> None:
 def refuse_rows(
     config: SimRegConfig, width: int | None, num_sequences: int | None, replicas: Callable[[], Any], *, packed: bool
 ) -> None:
-    """Refuse objectives that can make nothing of micro-batches like these: `width` is that of the hidden states.
+    """Refuse objectives that can make nothing of micro-batches like these, of hidden states of this width.
 
-    What is None is not known yet. `replicas`, the group of ranks with other sequences, is called only if an objective
-    gathers these. In `packed` rows there may be several texts.
+    What is None is not known yet. `replicas`, the group of ranks with other sequences, is called if these are gathered.
     """
     for part in config.parts:
         longest = max(part.prefixes, default=0)
@@ -219,8 +213,7 @@ def refuse_rows(
 
 def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[Any, ...]) -> None:
     """Refuse models that SimReg would not reach: they would train without it and say nothing."""
-    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
-    for wrapper in (wrapper for chunk in chunks for wrapper in compat.wrappers(chunk)):
+    for wrapper in chain.from_iterable(map(compat.wrappers, compat.as_list(model_chunks))):
         for name in _SCATTERING & {kind.__name__ for kind in type(wrapper).__mro__}:
             _refuse_scattered(config, name)
     for model in compat.language_models(model_chunks):
@@ -256,8 +249,8 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
         last = here[-1] if here else number
         place = here.index(number) + 1 if number in here else size
         end = min(number - place % size + size, last)  # of its group; inside one, the forward pass has no graph
-        sentence = f"--simreg-layers {number} is beyond the model, whose last layer is {last}: name others"
-        refuse((number > last, sentence))
+        if number > last:
+            raise ValueError(f"--simreg-layers {number} is beyond the model, whose last layer is {last}: name others")
         refuse(
             (number not in here,
              f"--simreg-layers {number} lies on an earlier pipeline stage than the loss, which has layers "
@@ -267,9 +260,8 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
              f"group's last layer, {end}, or set --recompute-num-layers 1 or --recompute-method block"),
             error=NotImplementedError,
         )  # fmt: skip
-    sentence = (
-        "--simreg-placement pre-norm needs the final norm on the stage that computes the loss, and it lies on an "
-        "earlier one here: use post-norm, or another pipeline layout"
-    )
-    lacks_norm = config.placement == "pre-norm" and getattr(decoder, "final_layernorm", None) is None
-    refuse((lacks_norm, sentence), error=NotImplementedError)
+    if config.placement == "pre-norm" and getattr(decoder, "final_layernorm", None) is None:
+        raise NotImplementedError(
+            "--simreg-placement pre-norm needs the final norm on the stage that computes the loss, and it lies on an "
+            "earlier one here: use post-norm, or another pipeline layout"
+        )

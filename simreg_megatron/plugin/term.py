@@ -32,8 +32,6 @@ _NOT_FINITE = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "
     "(with tensor or context parallelism, see the other ranks' logs too: one of them may have failed first)"
 )
-
-
 _NEEDS_LOOP = (
     "a SimReg lambda that changes (--simreg-start-iter, --simreg-warmup-iters, --simreg-lambda-schedule, "
     "--simreg-off-after, --simreg-every) needs Megatron's training loop, or one that passes the number of the step and "
@@ -51,6 +49,7 @@ class Strength:
         self.repeats = False  # one step is captured and replayed: none may leave anything out
         self.follows_iterations = False  # set once a training loop passes the iteration
         self.iteration = 0  # without one: micro-batches so far
+        self.hidden_size = 0  # of the model
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
         """Set the factor of lambda for step `iteration`, counted from 0."""
@@ -61,31 +60,25 @@ class Strength:
             return
         if schedule.needs_length and num_iterations is None:
             raise RuntimeError(_NEEDS_LOOP)
-        factor = schedule.factor(iteration, num_iterations)
         if self.factor is None:
             self.factor = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
-        self.factor.fill_(factor)
+        self.factor.fill_(schedule.factor(iteration, num_iterations))
         # Learned scalars need a (possibly zero) gradient in every step: Megatron's DDP waits for it.
         is_out = schedule.is_off(iteration, num_iterations) and not wanted(self.config)
         self.is_off = self.is_off or (is_out and not self.repeats)
 
-    def lambdas(self, hidden_size: int) -> dict[str, Tensor]:
-        """Return the weight of each objective in this step by its name in the log; empty while all are constant."""
-        if self.factor is None:
-            return {}
-        return {f"{part.objective} lambda": self.factor * part.weight(hidden_size) for part in self.config.parts}
-
-    def weight(self, part: SimRegConfig, hidden_size: int) -> Any:
-        """Return the weight of one objective in this step."""
+    def weight(self, part: SimRegConfig) -> Any:
         lacks_factor = self.factor is None and not self.config.schedule.is_constant
         if lacks_factor or (self.config.every > 1 and not self.follows_iterations):
             raise RuntimeError(_NEEDS_LOOP)
-        return self.config.every * part.weight(hidden_size) * (1 if self.factor is None else self.factor)
+        return self.config.every * part.weight(self.hidden_size) * (1 if self.factor is None else self.factor)
 
     def count_by_itself(self) -> None:
         """Count a micro-batch, for loops that do not pass the iteration."""
-        self.iteration += not self.follows_iterations
-        if not self.follows_iterations and any(part.record.draws for part in self.config.parts):
+        if self.follows_iterations:
+            return
+        self.iteration += 1
+        if any(part.record.draws for part in self.config.parts):
             log_once(
                 "SimReg: nothing passes the step's number (simreg_megatron.loop.begin_step), so each micro-batch draws "
                 "its own random directions, samples or permutations, and a resumed run repeats the first ones"
@@ -93,8 +86,6 @@ class Strength:
 
 
 class _Part(NamedTuple):
-    """One objective's result for a micro-batch."""
-
     terms: Tensor  # [B, A]
     views: list[View]  # of the last states; whole chunks in log steps alone where an objective has others
     learned: dict[str, Tensor]
@@ -120,7 +111,6 @@ class Regularizer:
         self.strength = Strength(config)
         self.has_met_model = False  # a model's loss has come by
         self._is_sent, self.is_reached = False, False  # a term was sent with a loss; a gradient came back to it
-        self._hidden_size = 0  # of the model that it met
 
     @property
     def trains(self) -> bool:
@@ -133,12 +123,14 @@ class Regularizer:
         return self.trains or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
-        """Set lambda before step `iteration`; see `Strength.set_iteration`."""
         self.strength.set_iteration(iteration, num_iterations)
 
     def lambdas(self) -> dict[str, Tensor]:
         """Return the weight of each objective in this step by its name in the log; empty while all are constant."""
-        return self.strength.lambdas(self._hidden_size)
+        if (factor := self.strength.factor) is None:
+            return {}
+        width = self.strength.hidden_size
+        return {f"{part.objective} lambda": factor * part.weight(width) for part in self.config.parts}
 
     def terms(
         self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any = None
@@ -148,7 +140,7 @@ class Regularizer:
         The hidden states are what enters the output layer (or, with multi-token prediction, its stack). A token counts
         if its label is not negative and its loss mask not 0; without a mask every label counts.
         """
-        self._hidden_size = model.config.hidden_size
+        self.strength.hidden_size = model.config.hidden_size
         self.has_met_model = True
         if not (self.config.trains or self.strength.follows_iterations):
             raise RuntimeError(
@@ -173,7 +165,7 @@ class Regularizer:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
         if not self.trains:
             return Terms([], labels, shard.start)
-        weights = [self.strength.weight(config, self._hidden_size) for config in self.config.parts]
+        weights = map(self.strength.weight, self.config.parts)
         weighted = zip((part.terms for part in parts), totals, weights, strict=True)
         return Terms(list(weighted), labels, shard.start)
 

@@ -6,6 +6,7 @@ Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -46,7 +47,6 @@ class Reader:
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
         self.end_of_document: int | None = None  # token id, where Megatron has a tokenizer
-        self._meets_heads = any(part.meets_heads for part in config.parts)
         self._shards: dict[tuple[Any, ...], tuple[SequenceShard, Any, Any]] = {}  # with the groups, by whose id
 
     def read(self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packing: Any = None) -> Tokens:
@@ -69,15 +69,13 @@ class Reader:
         if packing is not None and cp.size() > 1:
             is_hybrid = cp is not compat.context_group(model)
             refuse_cut(packing, sample_length, is_hybrid=is_hybrid, rows_split=shard.layout.rows_split)
-            if getattr(packing, "cp_partition_mode", None) == "contiguous":
-                layout = dataclasses.replace(shard.layout, contiguous=True)
-            else:  # This waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
-                borders = tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))  # some end in copies of the last
-                layout = dataclasses.replace(shard.layout, borders=borders)
-            shard = dataclasses.replace(shard, layout=layout)
-        valid = valid_tokens(labels, loss_mask)
-        heads: Tensor | None = None
-        if self._meets_heads:
+            how: dict[str, Any] = {"contiguous": True}
+            if getattr(packing, "cp_partition_mode", None) != "contiguous":
+                # This waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
+                how = {"borders": tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))}  # some end in copies of the last
+            shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, **how))
+        valid, heads = valid_tokens(labels, loss_mask), None
+        if any(part.meets_heads for part in self.config.parts):
             heads = label_rows(model, labels, shard.tensor_group)
             heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
         packs_tuning = cu_seqlens is not None and not packs_pretraining(sample_length)
@@ -101,8 +99,8 @@ class Reader:
 class InnerStates:
     """States inside the decoder of the stage that computes the loss: outputs of layers, and what enters the final norm.
 
-    They are caught while the decoder runs, as what the next layer is given: the same tensor as the layer's output, and
-    where activations are recomputed the one that is in the graph. They are kept until the loss is computed.
+    They are caught as what the next layer is given, which is in the graph also where activations are recomputed, and
+    kept until the loss is computed.
     """
 
     def __init__(self, config: SimRegConfig) -> None:
@@ -110,29 +108,22 @@ class InnerStates:
         self._caught: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()  # by layer number, or "final"
 
     def catch(self, forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `forward(decoder, ...)` and keep the wanted states."""
         caught: dict[Any, Tensor] = {}
-        handles: list[Any] = []
 
-        def watch(module: Any, name: int | str) -> None:
-            def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                caught[name] = args[0] if args else kwargs["hidden_states"]
-
-            if module is not None:
-                handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+        def keep(name: int | str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caught[name] = args[0] if args else kwargs["hidden_states"]
 
         numbers, layers = self.config.layer_numbers, list(decoder.layers)
         final_norm = getattr(decoder, "final_layernorm", None)
-        for layer, following in zip(layers, [*layers, final_norm][1:], strict=True):  # there may be no layer at all
-            if layer.layer_number in numbers:
-                watch(following, layer.layer_number)
-        if self.config.placement == "pre-norm":
-            watch(final_norm, "final")
-        try:
+        followed = zip(layers, [*layers, final_norm][1:], strict=True)  # there may be no layer at all
+        watched = [(after, layer.layer_number) for layer, after in followed if layer.layer_number in numbers]
+        watched += [(final_norm, "final")] if self.config.placement == "pre-norm" else []
+        with contextlib.ExitStack() as hooks:
+            for module, name in watched:
+                if module is not None:
+                    hook = functools.partial(keep, name)
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             output = forward(decoder, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
         if layers and layers[-1].layer_number in numbers:  # nothing follows it here
             caught.setdefault(layers[-1].layer_number, output[0] if isinstance(output, tuple) else output)
         self._caught[decoder] = caught
@@ -182,8 +173,8 @@ def shard_of(model: Any, labels: Tensor, cp: Any) -> SequenceShard:
 
 def device_of(models: list[Any]) -> torch.device:
     """Return the device of their parameters; a part of a pipeline may have none."""
-    parameter = next((each for model in models for each in model.parameters()), None)
-    return torch.device("cuda", torch.cuda.current_device()) if parameter is None else parameter.device
+    devices = (parameter.device for model in models for parameter in model.parameters())
+    return next(devices, None) or torch.device("cuda", torch.cuda.current_device())
 
 
 def rows_dtype(config: SimRegConfig, model: Any) -> torch.dtype:
@@ -197,8 +188,7 @@ def open_row_group(model: Any) -> None:
     """Let NCCL make the communicator of tensor and context ranks, which is SimReg's alone, before the first step."""
     tp, cp = compat.tensor_group(model), compat.context_group(model)
     if model.config.sequence_parallel and tp.size() > 1 and cp.size() > 1:
-        device = next(model.parameters()).device
-        dist.all_reduce(torch.zeros(1, device=device), group=compat.tensor_and_context_group(model))
+        dist.all_reduce(torch.zeros(1, device=device_of([model])), group=compat.tensor_and_context_group(model))
 
 
 def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:

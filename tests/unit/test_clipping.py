@@ -17,17 +17,14 @@ from simreg_megatron.plugin import installation, loop
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
 
-STEPPED = SimpleNamespace(step_with_ready_grads=None, get_grad_norm=None)
-
-
 HIDE = ["use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"]
 
 
 @pytest.mark.parametrize("flag", HIDE)
 def test_hidden_gradients_are_refused(flag: str) -> None:
     with pytest.raises(NotImplementedError, match=f"--{flag.replace('_', '-')} keeps the gradients: drop one of them"):
-        gradients.refuse_hidden(STEPPED, SimpleNamespace(**{flag: True}))
-    gradients.refuse_hidden(STEPPED, SimpleNamespace(**{flag: False}))
+        gradients.refuse_hidden(SimpleNamespace(**{flag: True}))
+    gradients.refuse_hidden(SimpleNamespace(**{flag: False}))
 
 
 def test_an_unknown_optimizer_is_named() -> None:
