@@ -29,9 +29,8 @@ from launch.flags import LaunchError, group_flags  # noqa: E402
 from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
 from launch.options import make_parser  # noqa: E402
 from launch.plan import build_plan  # noqa: E402
-from launch.planned import look_at_machine  # noqa: E402
+from launch.planned import look_at_machine, python_path  # noqa: E402
 from launch.preflight import check_own_flags, suggestion  # noqa: E402
-from simreg_megatron.cpu.installed import python_path  # noqa: E402
 from simreg_megatron.tools import curves  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"

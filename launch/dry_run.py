@@ -10,8 +10,7 @@ from importlib import metadata
 
 from launch import data, preflight, sizes
 from launch.flags import flag_number, flag_value
-from launch.planned import ROOT, Machine, Plan
-from simreg_megatron.cpu.installed import python_path
+from launch.planned import ROOT, Machine, Plan, python_path
 from simreg_megatron.objectives import note_on_lambda
 
 BUILTIN_VOCABULARY = 4096

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import util
 from pathlib import Path
@@ -91,3 +92,8 @@ def resumed(plan: Plan) -> Plan:
     flags = without(plan.flags, {*OF_A_START, OR_NOT_AT_ALL})
     flags += [(f"--no-load-{part}",) for part in ("optim", "rng") if f"--no-save-{part}" in flag_names(plan.flags)]
     return replace(plan, flags=(*flags, ("--load", str(plan.save or "")), (OR_NOT_AT_ALL,)))
+
+
+def python_path(*folders: Path | str, environ: Mapping[str, str] | None = None) -> str:
+    """Return a PYTHONPATH with the folders in front of its present ones, where packages may be installed."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [(environ or os.environ).get("PYTHONPATH")])])

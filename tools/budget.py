@@ -35,6 +35,7 @@ def counted(package: Path = PACKAGE) -> dict[str, int]:
     found = dict(lines) | {
         f"files above {LONGEST_FILE} lines": long_files,
         "flags": _flags(),
+        "core": sum(lines.values()) - lines["contrib"] - lines["tools"],
         "wheel": sum(lines.values()),
     }
     for part in ("launch", "benchmarks", "research", "tests"):

@@ -150,7 +150,7 @@ def at_commit(ref: str, cases: list[dict[str, Any]], *, with_kernels: bool) -> d
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, ref], cwd=ROOT, check=True)
         try:
             command = [sys.executable, __file__, _HERE, *(["--kernels"] if with_kernels else [])]
-            from simreg_megatron.cpu.installed import python_path  # not in that worktree, where this file runs, too
+            from launch.planned import python_path  # not in that worktree, where this file runs, too
 
             environment = {**os.environ, "PYTHONPATH": python_path(tree)}
             done = subprocess.run(

@@ -174,7 +174,7 @@ class SimRegConfig:
         """Return whether whole sequences are compared, which have no chunks, labels or documents."""
         return self._kind is Kind.SEQUENCES
 
-    @property
+    @functools.cached_property
     def through_head(self) -> bool:
         """Return whether each token has its own term, through the output layer: then that layer is trained, too."""
         return self._kind is Kind.HEAD
@@ -189,7 +189,7 @@ class SimRegConfig:
         """Return whether hidden states are compared with rows of the output layer."""
         return self.record.meets_heads(self.options)
 
-    @property
+    @functools.cached_property
     def tau(self) -> float:
         """The temperature in force."""
         return 1.0 if self.temperature is None else self.temperature

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.contrib.shared import Replicas, own_tokens, random_numbers, sum_over_sequence
+from simreg_megatron.contrib.shared import Add, Replicas, own_tokens, random_numbers, sum_over_sequence
 from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import check_temperature, doubt, log_sum, unit_rows
-from simreg_megatron.losses._chunks import Add, checked, is_number
+from simreg_megatron.losses._chunks import checked, is_number
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard

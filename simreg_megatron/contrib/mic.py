@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.contrib.prefixes_ce import prefixes_within
-from simreg_megatron.contrib.shared import Replicas, own_tokens, sum_over_sequence
+from simreg_megatron.contrib.shared import Add, Replicas, own_tokens, sum_over_sequence
 from simreg_megatron.contrib.sigreg import in_samples
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, unit_rows
-from simreg_megatron.losses._chunks import Add, checked, chunk_length
+from simreg_megatron.losses._chunks import checked, chunk_length
 from simreg_megatron.notices import log_once
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.pairs import View

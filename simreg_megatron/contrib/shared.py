@@ -20,6 +20,8 @@ from torch import Tensor
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
 
+Add = Callable[[Tensor], Tensor]
+"""Returns the sum over the ranks that hold other tokens; backward: the sum of their gradients."""
 Replicas = Callable[[], dist.ProcessGroup]
 """Returns the group of the ranks with other sequences; called only by objectives that compare these."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work with what is installed: Transformer Engine and its cuDNN, Megatron's dataset helpers, PYTHONPATH."""
+"""Work with what is installed: Transformer Engine and its cuDNN, Megatron's dataset helpers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 
@@ -63,8 +63,3 @@ def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
             compile_helpers()
 
     return compile_if_needed
-
-
-def python_path(*folders: Path | str, environ: Mapping[str, str] | None = None) -> str:
-    """Return a PYTHONPATH with the folders in front of its present ones, where packages may be installed."""
-    return os.pathsep.join([*map(str, folders), *filter(None, [(environ or os.environ).get("PYTHONPATH")])])

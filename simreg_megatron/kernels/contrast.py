@@ -18,8 +18,9 @@ Shapes: b sequences of c chunks of k tokens with d features; p anchors of each c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +55,10 @@ class Measured(NamedTuple):
     kept: Kept
 
 
-class Form(Protocol):
+class Form(ABC):
     """Interface: the sums over pairs and their gradient; see above for the equations."""
 
+    @abstractmethod
     def pair_sums(
         self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:
@@ -73,6 +75,7 @@ class Form(Protocol):
             rectangles [2, b, c, k], float64: each pair is added to both of its tokens.
         """
 
+    @abstractmethod
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         """Compute the anchors' terms from their sums over all tokens that they meet."""
 
@@ -81,6 +84,7 @@ class Form(Protocol):
         part, sums = self.pair_sums(tokens, anchors, temperature, keep=keep)
         return self.finish(part, sums, anchors, temperature)
 
+    @abstractmethod
     def pull_back(
         self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
@@ -89,6 +93,7 @@ class Form(Protocol):
         `pull` is (a, b) of all tokens, [2, b, c, k]: those that are anchors on other ranks have theirs, too.
         """
 
+    @abstractmethod
     def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         """Return whether P of `num_pairs` pairs, in chunks of `chunk` tokens like `rows`, stays for the backward."""
 

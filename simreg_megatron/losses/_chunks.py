@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # 
 NO_LABEL = -1  # of filling and of tokens left out; no usable token has it
 
 Span = tuple[int, int]  # first position and one past the last
-Add = Callable[[Tensor], Tensor]  # the sum over the ranks that hold other tokens, and of their gradients
 
 
 class Block(NamedTuple):

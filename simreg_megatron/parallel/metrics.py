@@ -100,7 +100,8 @@ class Metrics:
             if views:  # a view leaves out masked tokens, and hidden states of norm zero
                 usable = sum(view.usable[:, slice(*view.anchors)].sum() for view in views)
                 self._sums[ZERO_NORM].add_(own_valid.sum() - usable)
-            self._add_norms(NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
+            own_states = shard.own_columns(hidden_states.transpose(0, 1))
+            self._sums[NORMS].add_(norm_table(own_states, own_valid).flatten())
             self._learned = as_logged(self._parts, learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
@@ -133,10 +134,8 @@ class Metrics:
         if not self.config.sends_no_rows:  # those do not ask for other labels
             self._sums[ONE_LABEL].add_(usable.sum() - pairs[-1])
         alone = usable & (same == 0)
-        self._add_norms(OF_LABELS, view.embeddings[:, own], torch.stack([alone, usable ^ alone]))
-
-    def _add_norms(self, place: slice, states: Tensor, weights: Tensor) -> None:
-        self._sums[place].add_(norm_table(states, weights).flatten())
+        of_labels = torch.stack([alone, usable ^ alone])
+        self._sums[OF_LABELS].add_(norm_table(view.embeddings[:, own], of_labels).flatten())
 
     def observe_predictions(
         self, model: Any, predicting: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard

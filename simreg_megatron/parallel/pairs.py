@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import Form, Kept, Measured, Tokens, without_spent_pairs
@@ -44,8 +45,6 @@ Part = tuple[View, Stretch]  # and chunks of its tokens
 
 
 class Pairs(NamedTuple):
-    """Chunk size and temperature, and the form that computes the pairs."""
-
     chunk_size: int
     temperature: float
     form: Form
@@ -120,20 +119,17 @@ def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
     return pairs.form.keeps(hidden_states, per_rank, chunk)
 
 
-def _tokens(view: View, stretch: Stretch) -> Tokens:
-    return Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
-
-
 def _measured(
     parts: Sequence[Part], shard: SequenceShard, plan: RowPlan, pairs: Pairs, *, keeps: bool
 ) -> list[Measured]:
     """Measure every part; if ranks share the pairs, each is computed on one of them: then a collective."""
     form, tau = pairs.form, pairs.temperature
     shares = plan.shares_chunks and not keeps and shard.layout.borders is None
-    found = [
-        form.pair_sums(_tokens(*part), part[1].inside, tau, _rectangles(*part, plan) if shares else None, keep=keeps)
-        for part in parts
-    ]
+    found = []
+    for view, stretch in parts:
+        tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
+        rectangles = _rectangles(view, stretch, plan) if shares else None
+        found.append(form.pair_sums(tokens, stretch.inside, tau, rectangles, keep=keeps))
     if shares:
         found = _summed(found, parts, shard)
     return [form.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(found, parts, strict=True)]
@@ -156,7 +152,8 @@ def _summed(found: list[tuple[Kept, Tensor]], parts: Sequence[Part], shard: Sequ
     chunks = [totals[:, :, view.run[0] :][:, :, slice(*stretch.tokens)] for view, stretch in parts]
     for chunk, (_, sums) in zip(chunks, found, strict=True):
         chunk.add_(sums.flatten(2))
-    shard.sum_over_anchors(totals)
+    for group in shard.anchor_groups:
+        dist.all_reduce(totals, group=group)
     return [
         (part, chunk.view(2, *part.names.shape)[..., slice(*stretch.inside)])
         for chunk, (part, _), (_, stretch) in zip(chunks, found, parts, strict=True)

@@ -26,7 +26,7 @@ from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import FORMS, chosen_impl, form_named, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
 from simreg_megatron.objectives.record import Kind
-from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
+from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window, row_plan
 from simreg_megatron.parallel.pairs import Pairs, View, terms_over_ranks
 from simreg_megatron.parallel.shard import Located, SequenceShard
 
@@ -99,7 +99,7 @@ def simreg_over_ranks(
             )
             for view in views
         ])  # fmt: skip
-    plan = shard.plan(Cutting(config.chunk_size, config.scope, sample_length))
+    plan = row_plan(shard.layout, shard.rank, Cutting(config.chunk_size, config.scope, sample_length))
     pairs = Pairs(config.chunk_size, config.tau, form_named(form))
     terms = terms_over_ranks(hidden_states, views, shard, plan, pairs)
     if len(views) == 1:  # a split would be one launch more in the backward
@@ -162,7 +162,7 @@ def chunk_views(
         measures: whether the log describes the views, in which rows that are exactly zero do not count.
     """
     scope = "local" if config.sends_no_rows and not for_log else config.scope
-    plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
+    plan = row_plan(shard.layout, shard.rank, Cutting(config.chunk_size, scope, sample_length))
     usable, form = valid, fast_form(config, hidden_states)
     counts_tokens = (config.group_reduce, config.chunk_weight) != ("sum", "token")
     if form is None or counts_tokens or measures:  # else the form leaves out the rows that are exactly zero

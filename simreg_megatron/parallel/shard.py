@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.parallel.collectives import bring_rows, exchange_rows, gather_tokens, share_work, wide
-from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, Run, ShardLayout, merged, row_plan
+from simreg_megatron.parallel.layout import Rank, RowPlan, Run, ShardLayout, merged
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,6 @@ class SequenceShard:
         by_tensor_rank = None if self.layout.rows_split else self.tensor_group
         return tuple(group for group in (self.row_group, by_tensor_rank) if group is not None)
 
-    def plan(self, cutting: Cutting) -> RowPlan:
-        return row_plan(self.layout, self.rank, cutting)
-
     def held_columns(self, per_token: Tensor) -> Tensor:
         """Cut [B, tokens of the context rank] to the tokens whose hidden states are here."""
         return per_token[:, self.start : self.start + self.num_rows] if self.layout.rows_split else per_token
@@ -119,12 +116,6 @@ class SequenceShard:
         whole[self.start : self.start + of_anchors.shape[0]] = of_anchors
         dist.all_reduce(whole, group=self.tensor_group)  # each number plus zeros: exact in any type and order
         return whole
-
-    def sum_over_anchors(self, of_tokens: Tensor) -> Tensor:
-        """Add up what all ranks found for the tokens of the sequence, in place; the same bits on all of them."""
-        for group in self.anchor_groups:
-            dist.all_reduce(of_tokens, group=group)
-        return of_tokens
 
     def held(self, per_row: Tensor) -> Located:
         """Wrap [B, S, ...] of this rank's rows."""

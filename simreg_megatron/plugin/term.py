@@ -49,7 +49,7 @@ class Strength:
         self.repeats = False  # one step is captured and replayed: none may leave anything out
         self.follows_iterations = False  # set once a training loop passes the iteration
         self.iteration = 0  # without one: micro-batches so far
-        self.hidden_size = 0  # of the model
+        self.hidden_size, self.lambdas = 0, [0.0] * len(config.parts)  # of the model; of each objective, for its width
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
         """Set the factor of lambda for step `iteration`, counted from 0."""
@@ -67,11 +67,18 @@ class Strength:
         is_out = schedule.is_off(iteration, num_iterations) and not wanted(self.config)
         self.is_off = self.is_off or (is_out and not self.repeats)
 
-    def weight(self, part: SimRegConfig) -> Any:
+    def meet(self, hidden_size: int) -> None:
+        """Find lambda for a model of this width."""
+        if hidden_size != self.hidden_size:
+            self.hidden_size, self.lambdas = hidden_size, [part.weight(hidden_size) for part in self.config.parts]
+
+    def weights(self) -> list[Any]:
+        """Return the weight of each objective in this step."""
         lacks_factor = self.factor is None and not self.config.schedule.is_constant
         if lacks_factor or (self.config.every > 1 and not self.follows_iterations):
             raise RuntimeError(_NEEDS_LOOP)
-        return self.config.every * part.weight(self.hidden_size) * (1 if self.factor is None else self.factor)
+        factor = 1 if self.factor is None else self.factor
+        return [self.config.every * of_objective * factor for of_objective in self.lambdas]
 
     def count_by_itself(self) -> None:
         """Count a micro-batch, for loops that do not pass the iteration."""
@@ -129,8 +136,8 @@ class Regularizer:
         """Return the weight of each objective in this step by its name in the log; empty while all are constant."""
         if (factor := self.strength.factor) is None:
             return {}
-        width = self.strength.hidden_size
-        return {f"{part.objective} lambda": factor * part.weight(width) for part in self.config.parts}
+        each = zip(self.config.parts, self.strength.lambdas, strict=True)
+        return {f"{part.objective} lambda": factor * of_objective for part, of_objective in each}
 
     def terms(
         self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any = None
@@ -140,7 +147,7 @@ class Regularizer:
         The hidden states are what enters the output layer (or, with multi-token prediction, its stack). A token counts
         if its label is not negative and its loss mask not 0; without a mask every label counts.
         """
-        self.strength.hidden_size = model.config.hidden_size
+        self.strength.meet(model.config.hidden_size)
         self.has_met_model = True
         if not (self.config.trains or self.strength.follows_iterations):
             raise RuntimeError(
@@ -165,8 +172,7 @@ class Regularizer:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
         if not self.trains:
             return Terms([], labels, shard.start)
-        weights = map(self.strength.weight, self.config.parts)
-        weighted = zip((part.terms for part in parts), totals, weights, strict=True)
+        weighted = zip((part.terms for part in parts), totals, self.strength.weights(), strict=True)
         return Terms(list(weighted), labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron.cpu.installed import python_path
+from launch.planned import python_path
 from tests.faults import strike
 from tests.helpers import jobs
 

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from launch.planned import python_path
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
-from simreg_megatron.cpu.installed import python_path
 from tests.helpers import jobs
 from tests.megatron import forks
 from tests.megatron.parameters import Shard

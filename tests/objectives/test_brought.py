@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.planned import python_path
 from simreg_megatron import objectives
-from simreg_megatron.cpu.installed import python_path
 from tests.helpers import jobs
 from tests.helpers.pages import ROOT, blocks
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron.cpu.installed import python_path
+from launch.planned import python_path
 from simreg_megatron.tools.curves import read_run
 from tests.megatron import runs
 from tests.slurm.cluster import Cluster

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.planned import python_path
 from simreg_megatron import __main__ as entry
 from simreg_megatron.cpu import backend as cpu_backend
-from simreg_megatron.cpu.installed import python_path
 from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from launch.demo import Settings, run_demo
 from launch.flags import LaunchError
 from launch.lock import NAME, Holder, held
 from launch.options import make_parser
-from simreg_megatron.cpu.installed import python_path
+from launch.planned import python_path
 from tests.helpers import jobs
 
 

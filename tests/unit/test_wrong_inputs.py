@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from launch import launcher, preflight
+from launch.planned import python_path
 from launch.slurm import submit
 from simreg_megatron import cli
-from simreg_megatron.cpu.installed import python_path
 from simreg_megatron.tools.builtin_corpus import write_pair
 from simreg_megatron.tools.tokens import train_tokenizer
 from tests.helpers import jobs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from simreg_megatron.cpu.installed import python_path
+from launch.planned import python_path
 from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
