@@ -146,8 +146,8 @@ def frozen_lambda() -> None:
     from simreg_megatron.plugin.term import Strength
 
     activate()
-    weight = Strength.weight
-    Strength.weight = lambda *args: _unseen(lambda: float(weight(*args)))
+    weights = Strength.weights
+    Strength.weights = lambda strength: _unseen(lambda: list(map(float, weights(strength))))
 
 
 def waits() -> None:
