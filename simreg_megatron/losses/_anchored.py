@@ -18,6 +18,7 @@ from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import Block, Span, block_of, by_sequence, checked, is_number, self_pairs, stretches
+from simreg_megatron.notices import refuse
 
 Similarity = Callable[[Tensor, Tensor, float], Tensor]  # (anchors [..., p, d], keys [..., q, d], tau) -> [..., p, q]
 
@@ -77,14 +78,16 @@ SIMILARITIES: dict[str, Similarity] = {"cosine": _cosine, "dot": _dot, "qnorm": 
 
 def get_similarity(name: str, exponents: tuple[Tensor, Tensor] | None = None) -> Similarity:
     """Return the similarity of that name; "learnable" takes its two scalars."""
-    if (name == "learnable") != (exponents is not None):
-        raise ValueError("similarity 'learnable' and the two scalars of exponents belong together: give both or none.")
-    if exponents is None:
-        check_choice("similarity", name, (*SIMILARITIES, "learnable"))
-        return SIMILARITIES[name]
-    if [getattr(each, "numel", lambda: 0)() for each in exponents] != [1, 1]:
-        raise ValueError("exponents must be two tensors of one number each: others would scale features or tokens.")
-    return learnable(*exponents)
+    refuse(
+        ((name == "learnable") != (exponents is not None),
+         "similarity 'learnable' and the two scalars of exponents belong together: give both or none."),
+        (exponents is not None and [getattr(each, "numel", lambda: 0)() for each in exponents] != [1, 1],
+         "exponents must be two tensors of one number each: others would scale features or tokens."),
+    )  # fmt: skip
+    if exponents is not None:
+        return learnable(*exponents)
+    check_choice("similarity", name, (*SIMILARITIES, "learnable"))
+    return SIMILARITIES[name]
 
 
 BlockTerms = Callable[[Block], Tensor]  # [m, p]: the chunk's mean loss, spread over its tokens (see `spread`)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.notices import refuse
+
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch compares and sorts no others
 NO_LABEL = -1  # of filling and of tokens left out; no usable token has it
 
@@ -37,25 +39,26 @@ def check_tokens(
     embeddings: Tensor, labels: Tensor, valid: Tensor | None, documents: Tensor | None, chunk_size: int
 ) -> None:
     """Raise ValueError, in one sentence, for anything that shapes and types alone can show to be wrong."""
-    if not embeddings.is_floating_point():
-        raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}.")
     shape = embeddings.shape
-    if len(shape) not in (2, 3) or shape[-1] == 0:
-        raise ValueError(f"embeddings must be [n, d] or [b, n, d] with d of at least 1, got {list(shape)}.")
+    refuse(
+        (not embeddings.is_floating_point(), f"embeddings must be floating point, got {embeddings.dtype}."),
+        (len(shape) not in (2, 3) or shape[-1] == 0,
+         f"embeddings must be [n, d] or [b, n, d] with d of at least 1, got {list(shape)}."),
+        (not is_number(chunk_size, numbers.Integral) or chunk_size < 0 or chunk_size == 1,
+         f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}."),
+    )  # fmt: skip
     for name, values, (kinds, needs) in (
         ("labels", labels, (_INTEGERS, "integers (token ids)")),
         ("valid", valid, ((torch.bool,), "a bool mask, such as mask > 0 of a 0/1 loss mask")),
         ("documents", documents, (_INTEGERS, "integers (document numbers)")),
     ):
-        if values is not None and values.dtype not in kinds:
-            raise ValueError(f"{name} must be {needs}, got {values.dtype}.")
-        if values is not None and values.shape != shape[:-1]:
-            raise ValueError(
-                f"{name} must have the shape {list(shape[:-1])} of the embeddings without the last dimension, got "
-                f"{list(values.shape)}."
-            )
-    if not is_number(chunk_size, numbers.Integral) or chunk_size < 0 or chunk_size == 1:
-        raise ValueError(f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}.")
+        if values is not None:
+            refuse(
+                (values.dtype not in kinds, f"{name} must be {needs}, got {values.dtype}."),
+                (values.shape != shape[:-1],
+                 f"{name} must have the shape {list(shape[:-1])} of the embeddings without the last dimension, got "
+                 f"{list(values.shape)}."),
+            )  # fmt: skip
 
 
 def is_number(value: object, kind: type = numbers.Real) -> bool:

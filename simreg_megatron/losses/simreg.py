@@ -20,6 +20,7 @@ from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, get_similarity, log_sum
 from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
+from simreg_megatron.notices import refuse
 from simreg_megatron.objectives import CHUNK_WEIGHTS, FORMS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
 
 AUTO: dict[tuple[str, torch.dtype], str] = {}
@@ -89,7 +90,17 @@ def simreg_loss(
     batch = checked(embeddings, labels, valid, documents, chunk_size)
     shape = labels.shape  # of the terms; in the batch one sequence is a batch of one
     embeddings, labels, usable, documents = batch
-    _check_options(temperature, group_reduce, self_positive, chunk_weight, reduction, impl)
+    check_temperature("temperature", temperature)
+    for name, value, choices in (
+        ("group_reduce", group_reduce, GROUP_REDUCTIONS), ("self_positive", self_positive, SELF_POSITIVES),
+        ("chunk_weight", chunk_weight, CHUNK_WEIGHTS), ("reduction", reduction, REDUCTIONS),
+        ("impl", impl, IMPLEMENTATIONS),
+    ):  # fmt: skip
+        check_choice(name, value, choices)
+    sentence = (
+        "chunk_weight 'count-corrected' has no effect with group_reduce 'mean', which has no counts: use token."
+    )
+    refuse((group_reduce == "mean" and chunk_weight == "count-corrected", sentence))
     get_similarity(similarity, exponents)  # checks them, as the fast forms do not look at them
     roles = token_roles(
         labels, usable, documents=documents, chunk_size=chunk_size, group_reduce=group_reduce,
@@ -185,25 +196,6 @@ def form_named(impl: str) -> Form:
     except ModuleNotFoundError as error:
         raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
     return TritonForm()
-
-
-def _check_options(
-    temperature: float, group_reduce: str, self_positive: str, chunk_weight: str, reduction: str, impl: str
-) -> None:
-    check_temperature("temperature", temperature)
-    for name, value, choices in (
-        ("group_reduce", group_reduce, GROUP_REDUCTIONS),
-        ("self_positive", self_positive, SELF_POSITIVES),
-        ("chunk_weight", chunk_weight, CHUNK_WEIGHTS),
-        ("reduction", reduction, REDUCTIONS),
-        ("impl", impl, IMPLEMENTATIONS),
-    ):
-        check_choice(name, value, choices)
-    if group_reduce == "mean" and chunk_weight == "count-corrected":
-        raise ValueError(
-            "chunk_weight 'count-corrected' has no effect with group_reduce 'mean', which does not depend on "
-            "the counts; use chunk_weight 'token'."
-        )
 
 
 def _logits(block: Block, logits_of: Callable[..., Tensor], temperature: float) -> Tensor:

@@ -48,7 +48,7 @@ LAW = {
     "objectives": room(),
     "config": room("cpu notices objectives"),
     "kernels": room(packages="torch triton"),
-    "losses": room("kernels objectives", "torch"),
+    "losses": room("kernels notices objectives", "torch"),
     "notices": room(packages="torch"),
     "adagc": room("config notices", "torch megatron"),
     "parallel": room("config kernels losses notices objectives", "numpy torch"),
