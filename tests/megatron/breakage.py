@@ -4,7 +4,6 @@
 Megatron's loss with SimReg minus the same loss without it has value zero and SimReg's gradient alone.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -121,7 +120,7 @@ def vocabulary_not_gathered() -> None:
 
     losses = prefixes_ce.truncated_head_losses
     prefixes_ce.truncated_head_losses = lambda rows, local, here, head: losses(
-        rows, local, here, dataclasses.replace(head, tensor_group=None)
+        rows, local, here, head._replace(tensor_group=None)
     )
 
 
