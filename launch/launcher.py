@@ -30,7 +30,7 @@ from simreg_megatron.tools.tokens import DataError, explain_missing, is_pair
 
 def main(family: str) -> None:
     """Launch from sys.argv: plan, print, prepare the data, run. Errors for the user end with status 2."""
-    if "RANK" not in os.environ:  # python launch/pretrain_llama.sh: a job of one rank
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # python launch/pretrain_llama.sh: a job of one rank
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # a free one
     signal.signal(signal.SIGINT, _interrupt_once)
