@@ -97,9 +97,7 @@ def simreg_loss(
         ("impl", impl, IMPLEMENTATIONS),
     ):  # fmt: skip
         check_choice(name, value, choices)
-    sentence = (
-        "chunk_weight 'count-corrected' has no effect with group_reduce 'mean', which has no counts: use token."
-    )
+    sentence = "chunk_weight 'count-corrected' has no effect with group_reduce 'mean', which has no counts: use token."
     refuse((group_reduce == "mean" and chunk_weight == "count-corrected", sentence))
     get_similarity(similarity, exponents)  # checks them, as the fast forms do not look at them
     roles = token_roles(

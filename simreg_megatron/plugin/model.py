@@ -34,9 +34,10 @@ def regularize(postprocess: Callable[..., Any], model: Any, *args: Any, **kwargs
     here.entered.add(model)
     try:
         run = functools.partial(postprocess, model, *args, **kwargs)
-        return _with_terms(here, model, given, lambda: given["hidden_states"], run)
+        loss, terms = _in_order(model, run, lambda: _terms(here, model, given, given["hidden_states"]))
     finally:
         here.entered.discard(model)
+    return here.regularizer().add_to(loss, terms)
 
 
 def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,13 +54,12 @@ def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kw
 
     run = functools.partial(forward, model, *args, **kwargs)
     with model.decoder.register_forward_hook(keep):
-        return _with_terms(here, model, given, lambda: states[-1], run)
+        loss, terms = _in_order(model, run, lambda: _terms(here, model, given, states[-1]))
+    return here.regularizer().add_to(loss, terms)
 
 
-def _with_terms(
-    here: Installation, model: Any, given: dict[str, Any], states: Callable[[], Any], run: Callable[[], Any]
-) -> Any:
-    """Return the loss from `run` with the terms of `states()`, computed after the output layer, or after `run`.
+def _in_order(model: Any, run: Callable[[], Any], compute: Callable[[], Terms | None]) -> tuple[Any, Terms | None]:
+    """Return the loss from `run` and the terms from `compute`, which is called after the output layer, or after `run`.
 
     The output layer and the loss keep a GPU busy for milliseconds, in which the host prepares the terms. Autograd runs
     the newest node first, so that their backward lies between those of the loss and of the output layer.
@@ -68,13 +68,13 @@ def _with_terms(
 
     def compute_once(*_: Any) -> None:
         if not terms:  # multi-token prediction calls the output layer several times
-            terms.append(_terms(here, model, given, states()))
+            terms.append(compute())
 
     layer = getattr(model, "output_layer", None)
     with contextlib.nullcontext() if layer is None else layer.register_forward_hook(compute_once):
         loss = run()
     compute_once()
-    return here.regularizer().add_to(loss, terms[0])
+    return loss, terms[0]
 
 
 def prepare(initialize: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
