@@ -33,7 +33,10 @@ class AdaGC:
     """Coefficients from norms, and the moving averages behind them.
 
     Args:
-        lambda_rel, lambda_abs, beta, warmup_iters: rel, abs, beta, and the steps of the warm-up; see `AdaGCConfig`.
+        lambda_rel: rel, how far above its average a norm may rise.
+        lambda_abs: abs, the largest global norm of a warm-up step.
+        beta: of the moving average.
+        warmup_iters: steps of the warm-up.
         variant: "clipped" as above; "raw": during the warm-up gamma follows the norm before clipping; "global": one
             average, of the global norm, for all parameters.
         apart: bool [N], parameters that have a global norm of their own in the warm-up.
