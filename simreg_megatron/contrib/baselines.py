@@ -194,7 +194,7 @@ def _check(options: Options, _: float, chunk_size: int) -> None:
 CREG = Objective(
     name="creg", kind=Kind.PAIRS, temperature=0.1, terms=creg_terms,
     asks="each state of a label closer than all of other labels",
-    options={"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
+    options={"form": tuple(_LOSSES), "self_positive": ("never", "always")},
     check=_check, not_offered={("prediction_consistency", "yes"): TWICE},
     invariant=("scale", "rotation", "names", "order"),
 )  # fmt: skip

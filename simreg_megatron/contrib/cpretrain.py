@@ -135,7 +135,7 @@ CPRETRAIN = Objective(
     name="cpretrain", kind=Kind.PAIRS, temperature=0.1, terms=_terms,
     kind_of=lambda options: Kind.SEQUENCES if options["level"] == "sequence" else Kind.PAIRS,
     asks="each token closer to the next of its label than to those of other pairs",
-    options={"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
+    options={"same_label": SAME_LABEL, "level": ("token", "sequence"), "scale": ("fixed", "learned")},
     idle_with={"same_label": ("level", "sequence")}, other_options=("level", "scale"),
     check=_check, scalars=_scalars,
     takes_rows=lambda options: options["level"] == "sequence",

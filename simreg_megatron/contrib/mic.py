@@ -263,7 +263,7 @@ MIC = Objective(
     asks="first features that do not repeat the others, and are spread", labels="no",
     sent="means, deviations, and a matrix of correlations",
     options={
-        "prefixes": "auto", "pool": ("chunk", "sequence", "token"), "norm_scope": ("sequence", "batch"),
+        "prefixes": "auto", "pool": POOLS, "norm_scope": NORM_SCOPES,
         "threshold": 0.1, "t": 2.0, **dict.fromkeys(_PARTS, 1.0),
     },
     limits=dict.fromkeys(("threshold", "t", *_PARTS), (0, math.inf)),

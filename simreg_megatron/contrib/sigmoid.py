@@ -181,8 +181,8 @@ SIGMOID = Objective(
     name="sigmoid", kind=Kind.PAIRS, temperature=0.1, terms=sigmoid_terms,
     asks="each pair on its side of one threshold",
     options={
-        "param": ("relative", "absolute"), "pair_reduction": ("anchor", "pair", "balanced"),
-        "trains": ("both", "t", "bias", "none"), "bias": 0.0, "self_positive": ("never", "always"),
+        "param": PARAMETRIZATIONS, "pair_reduction": PAIR_REDUCTIONS,
+        "trains": ("both", "t", "bias", "none"), "bias": 0.0, "self_positive": _SELF_POSITIVES,
         "pairs": ("labels", "hidden-head"), "adapter": ("no", "yes"),
     },
     idle_with={"self_positive": ("pairs", "hidden-head")},  # where a token meets its own row in any case

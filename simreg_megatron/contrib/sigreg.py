@@ -232,7 +232,7 @@ SIGREG = Objective(
     asks="an isotropic Gaussian, seen through random directions", labels="no",
     sent="2 x knots x directions numbers a sample",
     options={
-        "estimator": ("mean", "epps-pulley"), "normalize": ("sqrt-d", "unit", "none"),
+        "estimator": ESTIMATORS, "normalize": NORMALIZATIONS,
         "sample": ("chunk", "micro-batch", "replicas"), "directions": 0, "seed": 0,  # directions: 0 is the estimator's
     },
     limits={"directions": (0, 65_536)},  # each is as wide as a state

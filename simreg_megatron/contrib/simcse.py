@@ -223,7 +223,7 @@ def _gather_replicas(
 SIMCSE = Objective(
     name="simcse", kind=Kind.SEQUENCES, temperature=0.05, terms=simcse_terms,
     asks="two views of a sequence closer than other sequences", labels="no", sent="sums of states of each sequence",
-    options={"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
+    options={"view": VIEWS, "pooling": POOLINGS, "gather": ("no", "yes")},
     not_offered={("view", "forward2"): TWICE},
     takes_rows=lambda options: True,
     example=ExampleSettings(chunk_size=None), invariant=("rotation", "names"),
