@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels (`one-of-each`: the first variant) for sm_80 or sm_90 with Triton's ptxas: lines of JSON."""
+"""Launch the kernels with Triton's own launcher and no GPU: compiled for sm_80 or sm_90, and never run. Lines of JSON.
+
+`python -m tests.helpers.compile_kernels 90 one-of-each`: what one micro-batch of each kind of rows needs alone.
+"""
 
 import hashlib
 import itertools
@@ -10,79 +13,85 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import triton
+import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from simreg_megatron.kernels import triton as form
+from simreg_megatron.kernels.contrast import Tokens
 
-PRODUCTS = (form._pairs, form._product)
-
-
-def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
-    """Types of the arguments as a launch finds them: pointers by name, the rest 32-bit integers."""
-    pointers = {
-        "rows": dtype, "names": "i32", "scale": "fp32", "documents": "i32", "of_rows": "fp32", "of_columns": "fp32",
-        "pairs": dtype, "weights": dtype, "pull": "fp32", "radial": "fp32", "labels": "i64", "usable": "i1",
-        "grad": dtype, "sums": "fp32", "terms": "fp32", "slopes": "fp32",
-    }  # fmt: skip
-    found = {}
-    for name in kernel.arg_names:
-        if name in pointers:
-            found[name] = f"*{pointers[name]}"
-        elif name in ("to_exponent", "to_cosine", "temperature"):
-            found[name] = "fp32"
-        else:
-            found[name] = "i32" if name.islower() else "constexpr"
-    return found
+KERNELS = (form._names_and_norms, form._pairs, form._terms, form._weights, form._product)
+KINDS = {"bf16, sm_90": (torch.bfloat16, 64), "bf16": (torch.bfloat16, 72), "fp32": (torch.float32, 64)}  # and width
 
 
-def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    for kind in (kind for kind in form.PRODUCT if architecture >= 90 or "sm_90" not in kind):
-        of_product = {"PRECISION": "tf32x3" if kind == "fp32" else "ieee", "WIDEN": False, "SMS": 132}
-        for upper, documents, backward, keep in itertools.product((True, False), repeat=4):
-            if not backward or (keep and not upper):
-                names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "BACKWARD": backward, "KEEP": keep}
-                tile = form.PAIRS[kind.removesuffix(", sm_90") if backward else kind]
-                yield form._pairs, kind, {**names, **of_product, **tile}
-        ones = dict.fromkeys(("chunks", "num_chunks", "length", "height"), 1)  # Triton makes constants of them
-        for more in ({}, ones):
-            yield form._product, kind, {**of_product, **form.PRODUCT[kind], **more}
-        yield form._weights, kind, {"IS_FAST": True, "num_stages": 3, **form.WEIGHTS}
-        yield form._names_and_norms, kind, {"num_stages": 3, **form.NORMS}
-    yield form._terms, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}
+def idle(architecture: int) -> Any:
+    """As much of a driver as Triton's launcher asks for; it loads and launches nothing."""
+    utils = SimpleNamespace(
+        get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
+        load_binary=lambda *_: (1, 1, 0, 0, 1024),  # module, function, registers, spills, most threads
+    )
+    return SimpleNamespace(
+        utils=utils, get_current_device=lambda: 0, get_current_stream=lambda _: 0,
+        get_current_target=lambda: GPUTarget("cuda", architecture, 32), launcher_cls=lambda *_: lambda *_: None,
+    )  # fmt: skip
 
 
-def compiled(architecture: int, kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:
-    dtype, is_odd = kind.partition(",")[0], architecture >= 90 and kind == "bf16"
-    options_given = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    signature = signature_of(kernel, dtype) | dict.fromkeys(constants, "constexpr")
-    # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (name, type_) in enumerate(signature.items())
-        if type_.startswith("*") or (not is_odd and name.startswith(("stride_", "grad_", "length", "width", "pitch")))
-    }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
-    device = GPUTarget("cuda", architecture, 32)
-    built = triton.compile(source, target=device, options={**options_given, "enable_fp_fusion": True})
+class OnGpu(Tensor):
+    """Rows that the kernels take for a GPU's."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def launch(kind: str, *, full: bool) -> None:
+    """Compute terms and their gradient in every way that differs in kernels or in what they are compiled for."""
+    (dtype, width), triton_form = KINDS[kind], form.TritonForm()
+    shapes = ((2, 3, 48), False), ((2, 3, 48), True), ((1, 1, 1), False)  # Triton makes constants of ones
+    ways = list(itertools.product(shapes, (1, 2), (True, False)))
+    for (shape, has_documents), share, keep in ways if full else ways[:1]:
+        rows = torch.zeros(*shape, width, dtype=dtype).as_subclass(OnGpu)
+        labels, usable = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.bool)
+        tokens, anchors = Tokens(rows, labels, usable, labels if has_documents else None), (0, -(-shape[2] // share))
+        kept = triton_form.measure(tokens, anchors, 0.01, keep=keep).kept
+        grad = torch.zeros_like(rows[:, :, slice(*anchors)])
+        triton_form.pull_back(rows, kept, torch.zeros(2, *shape), anchors, 0.01, grad)
+        if full:
+            triton_form.pair_sums(tokens, anchors, 0.01, [(anchors, (anchors[1], shape[2]))])
+
+
+def compiled(architecture: int, *, full: bool) -> Iterator[dict[str, Any]]:
+    for kind in KINDS if architecture >= 90 else [kind for kind in KINDS if "sm_90" not in kind]:
+        for kernel in KERNELS:
+            kernel.device_caches.clear()
+        launch(kind, full=full)
+        for kernel in KERNELS:
+            for built in kernel.device_caches[0][0].values():
+                yield described(architecture, kernel, kind, built)
+
+
+def described(architecture: int, kernel: JITFunction, kind: str, built: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(built.asm["ptx"], encoding="utf-8")
-        # Triton's own command for ptxas, which it runs where a kernel is launched.
+        # Triton's own command for ptxas, whose log it keeps to itself.
         target = {80: "sm_80", 90: "sm_90a"}[architecture]
         options = ["-v", "--regAllocOptLevel=2", f"-arch={target}", "-o", str(ptx.with_suffix(".o"))]
         command = [get_ptxas(architecture).path, *options, str(ptx)]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     code = re.sub(r"(?m)^\s*(\.loc|\.file|//).*$|(?s:\.section\s+\.debug.*)", "", built.asm["ptx"])  # no line numbers
+    constants = {kernel.arg_names[place]: value for (place,), value in built.src.constants.items()}
+    of_16 = [kernel.arg_names[place] for (place,) in built.src.attrs if kernel.arg_names[place].islower()]
     return {
-        "variant": f"{kernel.__name__} {kind} {sorted(constants.items())} {options_given}",
+        "variant": f"{kernel.__name__} {kind} {sorted(constants.items())} {of_16}",
         "code": hashlib.sha256(code.encode()).hexdigest(),
-        "kernel": kernel.__name__, "dtype": dtype,
-        "computes_products": kernel in PRODUCTS,
+        "kernel": kernel.__name__, "dtype": kind.partition(",")[0],
+        "computes_products": kernel in (form._pairs, form._product),
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),
         "stack_bytes": int(re.search(r"(\d+) bytes stack frame", log)[1]),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
@@ -92,8 +101,8 @@ def compiled(architecture: int, kernel: Any, kind: str, constants: dict[str, Any
 
 
 if __name__ == "__main__":
-    seen = set()
-    for kernel, kind, constants in variants(int(sys.argv[1])):
-        if sys.argv[2:] != ["one-of-each"] or (kernel, kind, len(constants)) not in seen:
-            seen.add((kernel, kind, len(constants)))
-            print(json.dumps(compiled(int(sys.argv[1]), kernel, kind, constants)), flush=True)
+    architecture = int(sys.argv[1])
+    driver.set_active(idle(architecture))
+    with mock.patch.object(form, "_gpu", lambda _: (132, architecture // 10)):
+        for line in compiled(architecture, full=sys.argv[2:] != ["one-of-each"]):
+            print(json.dumps(line), flush=True)
