@@ -276,9 +276,9 @@ CARDS = quick_rows([(80, 163), (90, 227)], lambda row: row[0] == 90)
 @pytest.mark.parametrize("which", ["one-of-each", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("architecture", "most_shared_kib"), CARDS)
 def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
-    """Every configuration fits into shared memory; registers spill only in `_pairs` and for odd widths.
+    """Every configuration fits into shared memory; registers spill only for odd widths, and in `_pairs` on sm_90.
 
-    With that spill two tiles of `_pairs` share a multiprocessor, which took 22 % less time on an H200.
+    With that spill two of its tiles share a multiprocessor, which took 22 % less time on an H200.
     """
     compiled = jobs.run(
         [sys.executable, "-m", "tests.helpers.compile_kernels", str(architecture), which],
@@ -290,8 +290,8 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     launched = {"_names_and_norms", "_pairs", "_terms", "_weights", "_product"}
     assert {kernel["kernel"] for kernel in found} == launched
     for kernel in found:
-        may_spill = kernel["kernel"] == "_pairs" or kernel["variant"].startswith("_product bf16 ")  # of odd widths
-        most_spilled = 1200 if may_spill and architecture == 90 else 64
+        may_spill = "odd width" in kernel["variant"] or (kernel["kernel"] == "_pairs" and architecture == 90)
+        most_spilled = 1200 if may_spill else 64
         assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= most_spilled, kernel
         assert 0 <= kernel["shared_bytes"] <= most_shared_kib * 1024, kernel
         if architecture == 90 and kernel["computes_products"]:
