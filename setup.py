@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata and extras of simreg-megatron.
 
-The package itself asks for little (Python 3.10, torch 2.6), so that it installs beside the Megatron that a
+The package itself asks for little (Python 3.10, torch 2.6), so that it installs next to the Megatron that a
 job has already. What only the demo and the tests need is in the extras; `make setup` takes `demo` and `dev`.
 """
 

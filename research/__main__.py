@@ -117,7 +117,7 @@ def _asked(plan: Plan, options: argparse.Namespace) -> Plan:
 
 
 def _refuse_to_lose(plan: Plan, tables: dict[str, Table], entries: list[Entry]) -> None:
-    """A table may be all that is left of its runs, and is written again with those that the command asks for."""
+    """Refuse to drop rows: a table may be all that is left of its runs, and is written again with those asked for."""
     asked = {entry.run.digest[:16] for entry in entries}
     kept = tables[plan.name].rows if plan.name in tables else ()
     if lost := [row for row in kept if row["run"] not in asked]:

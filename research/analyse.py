@@ -126,7 +126,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """By the two-sided interval: a claim with a direction is judged at a level of 0.025 on its side."""
+        """Judge by the two-sided interval: a claim with a direction is judged at a level of 0.025 on its side."""
         if self.diverged:
             return DIVERGED
         if not (self.test.low > 0 or self.test.high < 0):
@@ -191,7 +191,7 @@ def seeds_of(rows: Sequence[Row], tables: Mapping[str, Table]) -> list[Row]:
 
 
 def _values(rows: Sequence[Row], metric: str) -> list[float]:
-    """A run that diverged counts as infinitely bad; one that did not measure the metric does not count."""
+    """Read a metric; a run that diverged counts as infinitely bad, one that did not measure it is left out."""
     measured = [row for row in rows if row.get(metric) or row["status"] != "done"]
     return [float(row[metric]) if row.get(metric) else math.inf for row in measured]
 

@@ -47,7 +47,7 @@ def write_pages() -> None:
 
 
 def claims_table(tables: Mapping[str, Table]) -> Iterator[str]:
-    """A line for each claim; several lines in a cell where it has several parts, sizes or lengths."""
+    """Write a line for each claim; several lines in a cell if it has several parts, sizes or lengths."""
     yield "| claim | where | verdict | what was seen: difference (95 % interval), seeds |"
     yield "| --- | --- | --- | --- |"
     sure = surest([verdict for name in tables if not list(problems(name, tables)) for verdict in judge(name, tables)])
@@ -69,14 +69,14 @@ def test_of(verdict: Verdict) -> tuple[object, ...]:
 
 
 def surest(verdicts: Sequence[Verdict]) -> set[tuple[object, ...]]:
-    """The tests that are decided when the number of all tests counts (Holm)."""
+    """Select the tests that are decided when the number of all tests counts (Holm)."""
     tests = {test_of(verdict): verdict.two_sided for verdict in verdicts if not verdict.diverged}
     in_order = sorted(tests, key=lambda test: tests[test])
     return set(in_order[: holm(list(tests.values()))])
 
 
 def _verdicts_of(claimed: Claimed, tables: Mapping[str, Table]) -> list[tuple[str, Verdict]]:
-    """The verdicts that decide a claim, each with what it means for this claim."""
+    """Find the verdicts that decide a claim, each with what it means for this claim."""
     claims, found = tables[claimed.experiment].plan.claims, judge(claimed.experiment, tables)
     supporting, refuting = ([claims[place] for place in places] for places in (claimed.claims, claimed.refuting))
     decided = [(verdict.word, verdict) for verdict in found if verdict.claim in supporting]
@@ -101,7 +101,7 @@ def _seen(verdict: Verdict, is_sure: bool) -> str:
 
 
 def search_table(rows: Sequence[Row]) -> Iterator[str]:
-    """For each size and learning rate the losses of both arms of the search, the least of each arm in bold."""
+    """Write the losses of both arms of the search by size and learning rate, the least of each arm in bold."""
     second = {"cross-entropy": "weight-decay", "simreg": "simreg-lambda"}
 
     def flag(row: Row, name: str) -> str:
@@ -132,7 +132,7 @@ def search_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def neighbours_table(table: Table) -> Iterator[str]:
-    """A line for each objective: its end, the difference from cross-entropy, what its states became."""
+    """Write a line for each objective: its end, the difference from cross-entropy, what its states became."""
     heads = (
         "arm", "flags", "validation loss (standard deviation)", "than cross-entropy (95 % interval)", "isotropy",
         "cosine, other labels",

@@ -159,7 +159,7 @@ def _flags(content: Mapping[str, Any]) -> Flags:
 
 
 def _trials(content: Any) -> list[Flags]:
-    """A list of settings; or, from a mapping of flags to lists of values, all combinations of these."""
+    """Read a list of settings; of a mapping of flags to lists of values, all combinations."""
     if isinstance(content, Mapping):
         content = [dict(zip(content, values, strict=True)) for values in itertools.product(*content.values())]
     return [_flags(trial) for trial in content]

@@ -87,7 +87,7 @@ def open_dataset(name: str) -> Dataset:
 
 
 def command_of(run: Run, folder: Path, dataset: Dataset) -> list[str]:
-    """The launcher's command that trains `run` into `folder`."""
+    """Make the launcher's command that trains `run` into `folder`."""
     batches = (dataset.validation_tokens - 1) // run.step_tokens  # all of the validation text
     flags = {"eval-iters": str(max(1, batches)), **dict(run.flags)}
     flags |= {
@@ -117,7 +117,7 @@ class Store:
         return self.folder / "runs" / run.name
 
     def result(self, run: Run) -> tuple[Row, Curves] | None:
-        """A run's row and curves; None while it has not ended, or where it failed."""
+        """Return a run's row and curves; None while it has not ended, or if it failed."""
         path = self.folder_of(run) / "result.json"
         if not path.is_file():
             return self._of_tables.get(run.digest[:16])
@@ -236,6 +236,6 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> tuple[di
 
 
 def commit() -> str:
-    """The commit of the source that runs, with a plus sign where files differ from it."""
+    """Return the commit of the source that runs, with a plus sign if files differ from it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

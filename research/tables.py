@@ -168,6 +168,6 @@ def _searched_sizes(search: Table) -> list[int | str]:
 
 
 def _distance(searched: int | str, wanted: int | str) -> float:
-    """By the ratio of their parameters; "tiny" has about those of width 192."""
+    """Compare two sizes by the ratio of their parameters; "tiny" has about those of width 192."""
     one, other = (parameters_of_width(size if isinstance(size, int) else 192) for size in (searched, wanted))
     return max(one, other) / min(one, other)

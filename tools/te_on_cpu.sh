@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Transformer Engine's and Megatron-Bridge's released packages beside Megatron, without a GPU, and the tests that need them.
+# Transformer Engine's and Megatron-Bridge's released packages next to Megatron, without a GPU, and the tests that need them.
 #
 #   tools/te_on_cpu.sh [PYTEST OPTIONS]      make build/te-venv if it is not there, then run tests/te in it
 #

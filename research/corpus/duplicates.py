@@ -58,7 +58,7 @@ class SeenPages:
         return True
 
     def _signature(self, text: str) -> np.ndarray:
-        """The smallest value of each hash function over the page's rows of words [functions]."""
+        """Find the smallest value of each hash function over the page's rows of words [functions]."""
         hashes = np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], dtype=np.uint64)
         hashes = np.concatenate([hashes, np.zeros(max(0, _WORDS_IN_A_ROW - len(hashes)), np.uint64)])
         rows = np.zeros(len(hashes) - _WORDS_IN_A_ROW + 1, np.uint64)

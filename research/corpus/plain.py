@@ -44,7 +44,7 @@ def read_text(text: str) -> Iterator[Piece]:
 
 
 def close_paragraph(lines: list[str]) -> Iterator[Piece]:
-    """The lines as one piece without marks, if there are any; the list is then empty."""
+    """Yield the lines as one piece without marks, if there are any, and empty the list."""
     if lines:
         text = _ROLE.sub(lambda found: found[1] or found[2] or "", " ".join(lines))
         yield Piece(_PARAGRAPH_NUMBER.sub("", _MARKDOWN.sub(lambda found: found[1] or "", text)))
@@ -74,7 +74,7 @@ def _unpod(text: str) -> str:
 
 
 def read_wordnet(text: str) -> Iterator[Piece]:
-    """One line is a set of synonyms; its gloss comes after a bar."""
+    """Read sets of synonyms, one a line, whose gloss comes after a bar."""
     for line in text.splitlines():
         fields, _, gloss = line.partition(" | ")
         if gloss and not line.startswith(" "):

@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 def keep_prose(pieces: Iterable[Piece], *, entries: bool = False) -> Iterator[Block]:
-    """The paragraphs of English, and those headings that have one below them.
+    """Keep the paragraphs of English, and those headings that have one below them.
 
     Args:
         entries: of a dictionary, whose definitions are rarely whole sentences.

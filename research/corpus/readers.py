@@ -22,7 +22,7 @@ _READERS: tuple[tuple[re.Pattern[str], _Reader], ...] = (
 
 
 def read_page(name: str, data: bytes) -> list[Block]:
-    """The prose of a file, by its name; no block if it holds none."""
+    """Read the prose of a file, by its name; no block if it holds none."""
     reader = _reader_of(name)
     return list(keep_prose(reader(_decode(data)), entries=reader is read_dictionary))
 

@@ -67,7 +67,7 @@ def creg_loss(
 
 
 def creg_terms(*, temperature: float = 0.1, form: str = "per_positive", self_positive: str = "never") -> BlockTerms:
-    """The same for the anchors of one block of chunks, its options checked."""
+    """Compute the same for the anchors of one block of chunks, after a check of the options."""
     check_temperature("temperature", temperature)
     check_choice("form", form, tuple(_LOSSES))
     check_choice("self_positive", self_positive, ("never", "always"))
@@ -148,7 +148,7 @@ def sce_terms(
     target: str = "label",
     exclude_self: bool = False,
 ) -> BlockTerms:
-    """The same for the anchors of one block of chunks, its options checked."""
+    """Compute the same for the anchors of one block of chunks, after a check of the options."""
     check_temperature("temperature", temperature)
     check_temperature("target_temperature", target_temperature)
     check_choice("target", target, ("label", "instance"))

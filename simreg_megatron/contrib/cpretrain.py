@@ -79,7 +79,7 @@ def _sequence_loss(embeddings: Tensor, labels: Tensor, valid: Tensor | None, tem
 def cpretrain_terms(
     *, temperature: float = 0.1, same_label: str = "masked", log_scale: Tensor | None = None
 ) -> BlockTerms:
-    """The same for the anchors of one block of chunks, its options checked."""
+    """Compute the same for the anchors of one block of chunks, after a check of the options."""
     check_choice("same_label", same_label, SAME_LABEL)
     tau = scaled(temperature, log_scale)
 

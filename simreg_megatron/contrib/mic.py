@@ -172,7 +172,7 @@ class _Pooled:
 def _pooled(
     rows: Tensor, usable: Tensor, positions: Tensor, length: int, options: MICOptions, chunk_size: int, add: Add
 ) -> tuple[_Pooled | None, _Pooled]:
-    """The rows whose pairs this rank computes, None where every rank computes all; and all rows."""
+    """Return the rows whose pairs this rank computes, or None if every rank computes all; and all rows."""
     if pools_tokens(options, len(rows), length, chunk_size):
         whole, there = rows.new_zeros(len(rows), length, rows.shape[-1]), usable.new_zeros(len(rows), length).long()
         whole = add(whole.index_copy(1, positions, rows))

@@ -89,7 +89,7 @@ def sigmoid_terms(
     headed: bool = False,
     adapter: Tensor | None = None,
 ) -> BlockTerms:
-    """The same for the anchors of one block of chunks, its options checked.
+    """Compute the same for the anchors of one block of chunks, after a check of the options.
 
     Args:
         headed: the rows are those of `with_heads`.

@@ -56,7 +56,7 @@ def require_gpu() -> None:
 
 
 def connections(flags: Sequence[str]) -> str:
-    """The CUDA_DEVICE_MAX_CONNECTIONS that Megatron demands: 1 under tensor parallelism, any other under FSDP."""
+    """Return the CUDA_DEVICE_MAX_CONNECTIONS Megatron demands: 1 under tensor parallelism, any other under FSDP."""
     return "32" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags) else "1"
 
 

@@ -32,7 +32,7 @@ class LocalStack(HybridStack):
 
 
 def _of_gpt(*names: str) -> TransformerLayerSubmodules:
-    """These parts of GPTModel's layer, whose norm follows --normalization."""
+    """Return these parts of GPTModel's layer, whose norm follows --normalization."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
     return TransformerLayerSubmodules(**{name: getattr(layer, name) for name in names})
 

@@ -57,7 +57,7 @@ def _replace_devices(torch: Any) -> None:
 
 
 def _constant(value: Any) -> Callable[..., Any]:
-    """A new function each time: torch's compiler keeps rules by function and refuses one under two names."""
+    """Make a new function each time: torch's compiler keeps rules by function and refuses one under two names."""
     return lambda *args, **kwargs: value
 
 

@@ -70,20 +70,20 @@ class ShardLayout:
         return self.length // self.context_size
 
     def held(self, rank: Rank) -> tuple[Run, ...]:
-        """The runs whose hidden states a rank holds, in the order of its rows."""
+        """Return the runs whose hidden states a rank holds, in the order of its rows."""
         return self.anchors(rank) if self.rows_split else _tuples(self._blocks[rank[0]])
 
     def anchors(self, rank: Rank) -> tuple[Run, ...]:
-        """The runs whose terms a rank computes, in the order of its rows; every token is on one rank."""
+        """Return the runs whose terms a rank computes, in the order of its rows; every token is on one rank."""
         runs, owners = self.all_anchors
         return _tuples(runs[owners == rank[0] * self.tensor_size + rank[1]])
 
     def part_start(self, tensor_rank: int) -> int:
-        """First of the context rank's tokens that belongs to this tensor rank."""
+        """Return the first of the context rank's tokens that belongs to this tensor rank."""
         return tensor_rank * self.context_tokens // self.tensor_size
 
     def exchange_members(self, rank: Rank) -> tuple[Rank, ...]:
-        """The ranks among which rows travel, in the order of their process group."""
+        """Return the ranks among which rows travel, in the order of their process group."""
         tensor_ranks = range(self.tensor_size) if self.rows_split else (rank[1],)
         return tuple((c, t) for c in range(self.context_size) for t in tensor_ranks)
 
@@ -140,7 +140,7 @@ class Cutting:
     sample_length: int | None = None
 
     def domains(self, layout: ShardLayout) -> Ints:
-        """The stretches in which chunks are cut from the first token on; the last of each may be short."""
+        """Return the stretches in which chunks are cut from the first token on; the last of each may be short."""
         starts = np.arange(0, layout.length, self.sample_length or layout.length)
         samples = np.stack([starts, np.append(starts[1:], layout.length)], axis=1)
         if self.scope == "exact":
@@ -157,7 +157,7 @@ class Window(NamedTuple):
 
 
 def _windows(layout: ShardLayout, cutting: Cutting) -> tuple[Ints, Ints, Ints, Ints]:
-    """The fields of all ranks' windows, in the order of ranks and of their rows; the number of each one's rank."""
+    """Compute the windows' fields, in the order of ranks and of their rows, and the number of each one's rank."""
     runs, owners = layout.all_anchors
     domains = cutting.domains(layout)
     run, place, anchors = _overlaps(runs, domains)
@@ -268,7 +268,7 @@ def _overlaps(runs: Ints, others: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _rows(runs: Ints) -> Ints:
-    """The local row ranges of runs that lie one after the other."""
+    """Compute the local row ranges of runs that lie one after the other."""
     ends = np.diff(runs)[:, 0].cumsum()
     return np.stack([np.append(0, ends[:-1]), ends], axis=1)
 
