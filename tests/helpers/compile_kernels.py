@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch the kernels with Triton's own launcher and no GPU: compiled for sm_80 or sm_90, and never run. Lines of JSON.
 
-`python -m tests.helpers.compile_kernels 90 one-of-each`: what one micro-batch of each kind of rows needs alone.
+`python -m tests.helpers.compile_kernels 90 one-of-each`: only what one micro-batch of each kind of rows needs.
 """
 
 import hashlib
