@@ -159,7 +159,7 @@ def _flags(content: Mapping[str, Any]) -> Flags:
 
 
 def _trials(content: Any) -> list[Flags]:
-    """Read a list of settings; of a mapping of flags to lists of values, all combinations."""
+    """Read a list of settings, or all combinations of a mapping from flags to lists of values."""
     if isinstance(content, Mapping):
         content = [dict(zip(content, values, strict=True)) for values in itertools.product(*content.values())]
     return [_flags(trial) for trial in content]

@@ -67,11 +67,9 @@ def launch(kind: str, *, full: bool) -> None:
 
 def compiled(architecture: int, *, full: bool) -> Iterator[dict[str, Any]]:
     for kind in KINDS:
-        for kernel in KERNELS:
-            kernel.device_caches.clear()
         launch(kind, full=full)
         for kernel in KERNELS:
-            for built in kernel.device_caches[0][0].values():
+            for built in kernel.device_caches.pop(0)[0].values():
                 yield described(architecture, kernel, kind, built)
 
 
@@ -86,12 +84,11 @@ def described(architecture: int, kernel: JITFunction, kind: str, built: Any) -> 
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     code = re.sub(r"(?m)^\s*(\.loc|\.file|//).*$|(?s:\.section\s+\.debug.*)", "", built.asm["ptx"])  # no line numbers
     constants = {kernel.arg_names[place]: value for (place,), value in built.src.constants.items()}
-    of_16 = [kernel.arg_names[place] for (place,) in built.src.attrs if kernel.arg_names[place].islower()]
+    of_16 = [kernel.arg_names[place] for (place,), multiple in built.src.attrs.items() if multiple]
     return {
-        "variant": f"{kernel.__name__} {kind} {sorted(constants.items())} {of_16}",
+        "variant": f"{kernel.__name__} {kind} {sorted(constants.items())} {of_16} {[*built.src.signature.values()]}",
         "code": hashlib.sha256(code.encode()).hexdigest(),
         "kernel": kernel.__name__,
-        "computes_products": kernel in (form._pairs, form._product),
         "stack_bytes": int(re.search(r"(\d+) bytes stack frame", log)[1]),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         "shared_bytes": built.metadata.shared,
