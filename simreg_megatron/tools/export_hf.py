@@ -149,8 +149,9 @@ def refuse_others(args: argparse.Namespace) -> None:
     if args.num_experts and set(str(getattr(args, "moe_layer_freq", 1))) - set("1,[] "):
         wrong.append("moe_layer_freq")
     for name in wrong:
-        what = f"{name} = {getattr(args, name)}"
-        raise CheckpointError(f"the model has {what}, which transformers' LLaMA and Mixtral do not support")
+        raise CheckpointError(f"transformers' LLaMA and Mixtral do not support {name} = {getattr(args, name)}")
+    if args.hidden_size % (heads := args.num_attention_heads):
+        raise CheckpointError(f"transformers does not support {args.hidden_size} features with {heads} attention heads")
 
 
 def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Any:

@@ -123,8 +123,7 @@ def common_state(config: Any, dtype: Any) -> dict[str, Any]:
         moe_ffn_hidden_size=None, params_dtype=dtype, padded_vocab_size=config.vocab_size, tokenizer_type=None,
         seq_length=config.max_position_embeddings, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
     )  # fmt: skip
-    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
-    return {**common, "content_metadata": {"singleton_local_shards": False}}
+    return dict(args=args, checkpoint_version=3.0, iteration=0, content_metadata={"singleton_local_shards": False})
 
 
 def layer_states(config: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
