@@ -151,7 +151,7 @@ def refuse_others(args: argparse.Namespace) -> None:
     for name in wrong:
         raise CheckpointError(f"transformers' LLaMA and Mixtral do not support {name} = {getattr(args, name)}")
     if args.hidden_size % (heads := args.num_attention_heads):
-        raise CheckpointError(f"transformers does not support {args.hidden_size} features with {heads} attention heads")
+        raise CheckpointError(f"transformers does not support width {args.hidden_size} with {heads} attention heads")
 
 
 def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Any:

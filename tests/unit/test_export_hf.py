@@ -76,7 +76,7 @@ def test_what_transformers_lacks_is_refused_by_name(name: str, value: Any) -> No
     args.moe_layer_freq, args.moe_router_load_balancing_type = [1, 1], ["aux_loss", "global_aux_loss"]
     refuse_others(args)
     setattr(args, name, value)
-    with pytest.raises(CheckpointError, match=f"not support ({name} = |16 features with 6 attention h)"):
+    with pytest.raises(CheckpointError, match=f"not support ({name} = |width 16 with 6 attention h)"):
         refuse_others(args)
 
 
