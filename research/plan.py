@@ -289,7 +289,7 @@ def _run_of(plan: Plan, size: int | str, length: float, own: Flags, data: str, *
     }
     if quick and "lr-warmup-iters" in flags:  # one that was tuned may be longer than these few steps
         flags["lr-warmup-iters"] = "1"
-    if plan.is_about_time:
+    if plan.is_about_time or quick:
         flags["eval-iters"] = "1"
     if "lr" in own:
         flags["min-lr"] = f"{0.1 * float(own['lr']):g}"
