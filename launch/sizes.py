@@ -140,9 +140,10 @@ def _fit_batch(
     if batch % replicas:
         fitting = -(-batch // replicas) * replicas
         if strict or "--global-batch-size" in flag_names(user):
+            fix = _fewer_ranks(both, machine.world_size, machine.local_world_size if machine.whole_nodes else 0)
             raise LaunchError(
                 f"the global batch of {batch} sequences cannot be shared by {replicas} data-parallel ranks: "
-                f"give --global-batch-size {fitting}, or another number of ranks"
+                f"{fix}give --global-batch-size {fitting} (in a new run)"
             )
         notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: using {fitting}")
         batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
@@ -206,12 +207,18 @@ def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
     tensor, pipeline, context = model_parallel_sizes(flags)
     ranks = tensor * pipeline * context
     if world_size % ranks:
-        unit = math.lcm(ranks, node or 1)
-        most, batch = max(world_size // unit, 1), flag_number(flags, "--global-batch-size", 1)
-        shares = (count for count in range(most, 0, -1) if batch % (count * unit // ranks) == 0)
-        fitting = next(shares, most) * unit
-        fix = f"give --nodes {fitting // node} before the script" if node else f"start {fitting} (--nproc-per-node)"
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"divided among replicas: {fix}, or give smaller sizes"
+            f"divided among replicas: {_fewer_ranks(flags, world_size, node)}give smaller sizes"
         )
+
+
+def _fewer_ranks(flags: Sequence[Flag], world_size: int, node: int) -> str:
+    """Name the most ranks (at least one replica) that fill replicas and nodes and share the global batch, if any do."""
+    ranks, batch = math.prod(model_parallel_sizes(flags)), flag_number(flags, "--global-batch-size", 1)
+    unit = math.lcm(ranks, node or 1)
+    counts = range(max(world_size // unit, 1) * unit, 0, -unit)
+    count = next((count for count in counts if batch % (count // ranks) == 0), 0)
+    if not count:
+        return ""
+    return f"give --nodes {count // node} before the script, or " if node else f"start {count} (--nproc-per-node), or "

@@ -39,7 +39,7 @@ split_words() {
     shift
     name=${word%%=*}
     case ${name//_/-} in
-      --nproc-per-node | --nnodes | --node-rank | --master-addr | --master-port | --rdzv-*)
+      --nproc-per-node | --nnodes | --node-rank | --master-addr | --master-port | --rdzv-* | --shutdown-timeout)
         if [[ $word != *=* ]]; then
           if ((!$#)) || [[ $1 == --* ]]; then
             echo "error: $word needs a value" >&2

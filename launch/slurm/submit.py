@@ -104,9 +104,8 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
     own, family, words = _split(argv)
     options = make_submit_parser().parse_args(own)
     site = read_site(options.cluster, environ)
-    if tree := environ.get("MEGATRON_PATH", ""):  # also for the job, if sbatch passes no environment on
-        site = replace(site, environment={**site.environment, "MEGATRON_PATH": tree})
-    tree = site.environment.get("MEGATRON_PATH", "")
+    if tree := site.environment.get("MEGATRON_PATH") or environ.get("MEGATRON_PATH", ""):
+        site = replace(site, environment={**site.environment, "MEGATRON_PATH": tree})  # if sbatch passes none on
     if site.runtime != "venv" and not Path(tree).is_dir():
         tree = ""  # in the container only, where this machine cannot ask it
     run_options, rest = make_parser(family).parse_known_args(words)

@@ -49,6 +49,9 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files or not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} lacks config.json or model*.safetensors: `hf download NAME` fetches them")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.model_type not in ("llama", "mixtral"):
         raise CheckpointError(f"the model is of type {config.model_type}: only llama and mixtral can be imported")
@@ -60,9 +63,6 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
         only = f"Megatron has only whole bases without scaling or with {LLAMA3_ROPE}"
         raise CheckpointError(f"its config.json has rotary embeddings with base {base} and {scaling}: {only}")
     config.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no model.safetensors (pickled .bin files could run code and are not read)")
     weights = {name: tensor for path in files for name, tensor in load_file(path).items() if ".inv_freq" not in name}
     check_weights(weights, config, folder)
     dtypes = {tensor.dtype for tensor in weights.values()}

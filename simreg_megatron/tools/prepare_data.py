@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from simreg_megatron.tools import builtin_corpus, tokens
 from simreg_megatron.tools.tokens import ENDINGS, MANIFEST, DataError, Tokenizer, find_changed, load_tokenizer, publish
 
-READABLE = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME, or c4"
+READABLE = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME, or c4 (of the Hub)"
 _KINDS = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "parquet", ".txt": "document"}
 _GROUP_BYTES = 1 << 30
 _SAMPLE_CHARACTERS, _SAMPLE_GROUPS = 6_000_000, 16
@@ -151,7 +151,7 @@ def _write_pairs(
     for writer in writers.values():
         writer.close()
     if not writers["train"].tokens:
-        raise DataError(f"there is no text for training in {', '.join(group.name for group in groups['train'])}")
+        raise DataError("there is no text for training: the sources have none, or --valid takes all of it")
     names = [f"{side}{ending}" for side, writer in writers.items() if writer.tokens for ending in ENDINGS]
     names += ["tokenizer.model"] if Path(tokenizer.source).parent == cache else []
     return names, {side: (writer.documents, writer.tokens) for side, writer in writers.items()}
@@ -203,7 +203,7 @@ def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str
 
 def _files_of(source: str, split: str) -> list[str]:
     path = Path(source)
-    if path.is_dir():  # without what is hidden, and .json, which mostly describes other files
+    if path.is_dir() and source != "c4":  # without what is hidden, and .json, which mostly describes other files
         below = sorted(each for each in path.rglob("*") if each.is_file() and each.suffix != ".json")
         return [str(each) for each in below if "/." not in f"/{each.relative_to(path)}"]
     if source == "c4" or source.startswith("hf:"):

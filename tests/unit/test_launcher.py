@@ -132,11 +132,11 @@ def test_hardware_chooses_layers_and_precision() -> None:
     [
         (("--model", "350m", *OWN), CPU, "needs a GPU and this machine has none"),
         ((), Machine(gpus=1, world_size=2, local_world_size=2), "give torchrun --nproc-per-node 1"),
-        (("--model", "350m", *OWN), WHOLE_NODES, "give --global-batch-size 528, or another number of ranks"),
+        (("--model", "350m", *OWN), WHOLE_NODES, "give --global-batch-size 528 "),
         (
             ("--model", "7b", *OWN, "--tensor-model-parallel-size", "4", "--global-batch-size", "9"),
             WHOLE_NODES,
-            "give --global-batch-size 12, or another",
+            "or give --global-batch-size 12 ",
         ),
         (("--recipe", "paper", "--simreg-objective", "creg"), CPU, "--recipe paper decides --simreg-objective"),
     ],
@@ -239,6 +239,7 @@ def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None
     ("words", "variables", "expected"),
     [
         (("--lr", "a b"), {"NPROC_PER_NODE": "3"}, "--nproc-per-node=3 --standalone SCRIPT --lr 'a b'"),
+        (("--shutdown-timeout", "9"), {}, "--shutdown-timeout=9 --nproc-per-node=4 --standalone SCRIPT"),
         ((), {"MASTER_PORT": "1"}, "--nproc-per-node=4 --master-port=1 SCRIPT"),
         (
             (),

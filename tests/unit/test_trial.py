@@ -156,6 +156,8 @@ def test_before_the_first_step(plant: Plant, monkeypatch, capsys: pytest.Capture
     assert {("cuda", torch.bfloat16): "triton"} == simreg.AUTO
     said = capsys.readouterr().out
     assert "> SimReg: impl auto is triton on 4 x 128 x 16 (bfloat16, chunks of 64), which is right here" in said
+    loop.choose_form(replace(config, chunk_size=300), [model()], 4, 512)
+    assert shapes[-1].length == 300, "a chunk that ranks share is tried whole"
     for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):
         loop.choose_form(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
         assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
