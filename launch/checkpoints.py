@@ -85,15 +85,16 @@ def newest_whole(folder: Path) -> int | None:
     known = tracked(folder)
     for number in reversed(iterations(folder)):
         checkpoint = path_of(folder, number)
-        if number == known and not is_torn(checkpoint):
-            return number
-        # The tracker decides where it is newer: the run went back, by --ckpt-step or by another number in the tracker.
-        metadata, is_later = checkpoint / "metadata.json", known is not None and number > known
-        if is_later and is_there(metadata) and metadata.stat().st_mtime < (folder / TRACKER).stat().st_mtime:
-            continue
-        if is_whole(checkpoint):
+        if (number == known and not is_torn(checkpoint)) or (is_whole(checkpoint) and not _is_left(folder, number)):
             return number
     return None
+
+
+def _is_left(folder: Path, iteration: int) -> bool:
+    """Return whether the run went back to before this checkpoint, by --ckpt-step or another number in the tracker."""
+    known, metadata = tracked(folder), path_of(folder, iteration) / "metadata.json"
+    is_later = known is not None and iteration > known and is_there(metadata)
+    return is_later and metadata.stat().st_mtime < (folder / TRACKER).stat().st_mtime  # the tracker decides
 
 
 def tracked(folder: Path) -> int | None:
@@ -137,9 +138,9 @@ def _is_no_release(folder: Path) -> bool:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` whole checkpoints, and return those; torn ones may be in a save and stay."""
+    """Delete all but the newest `keep` whole checkpoints, and return those; others stay: a save may be under way."""
     _finish_deletions(folder)
-    whole = [number for number in iterations(folder) if is_whole(path_of(folder, number))]
+    whole = [each for each in iterations(folder) if is_whole(path_of(folder, each)) and not _is_left(folder, each)]
     kept = {*whole[-max(keep, 1) :], tracked(folder)}
     return [path_of(folder, number) for number in whole if number not in kept and _delete(folder, number)]
 

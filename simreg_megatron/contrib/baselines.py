@@ -55,7 +55,7 @@ def creg_loss(
             "mean" over the valid tokens.
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: our adaptation of Yin et al. 2023 to pretraining tokens; the SimReg paper (arXiv 2605.08809) mentions it as
     a baseline in one sentence. The token-level contrast follows their description; its form and the temperature are our
@@ -131,7 +131,7 @@ def sce_loss(
             exclude_self: leave j = i out of p and t; tokens without another positive then have w = s.
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: our adaptation of Denize et al. 2023 to pretraining tokens, with their weights and temperatures. Labels
     instead of instances, and keys from the same forward pass, are our choices: their momentum copy would be a second

@@ -54,7 +54,7 @@ def cpretrain_loss(
         reduction: as in `creg_loss`.
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: our adaptation of Neelakantan et al. 2022 (symmetric in-batch InfoNCE) to tokens of pretraining. The pairs,
     the mask, halves for sequences, and a fixed scale by default in the place of a learned one are our choices.

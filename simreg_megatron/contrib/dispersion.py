@@ -52,7 +52,7 @@ def dispersion_loss(
         The mean over the valid tokens, each with the L of its sequence.
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: arXiv 2602.00217 ("angular spread", the one of its losses that it trains with). Its code has 256 tokens,
     tau = 1, a clamp of 0.1 or 0.25, and the mean over layers. Leaving out invalid tokens and clamp 0 are our choices.

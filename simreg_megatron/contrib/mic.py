@@ -81,7 +81,7 @@ def mic_loss(
         chunk_size: tokens in a chunk, for the pool; 0 is the whole sequence.
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: arXiv 2605.29987, from secondary sources; tau, t, the weights and where L_var is taken are our choices.
     """

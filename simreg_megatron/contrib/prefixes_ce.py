@@ -53,7 +53,7 @@ def prefixes_ce_loss(
         valid: bool [b, n].
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit; torch's own error for a label
+        ValueError: an argument is out of range, or shapes or types do not fit; torch's own error for a label
             beyond the rows of the weight, or another bias.
 
     Source: Matryoshka representation learning, arXiv 2205.13147; one layer for all prefixes is its "efficient" form.

@@ -58,7 +58,7 @@ def sigmoid_loss(
             (delta e_i, -r) and heads_j (delta heads_j, r), so their cosine becomes delta^2 cos - r^2.
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Additional memory is O(n) for each slab of anchors; slabs are recomputed in the backward.
 

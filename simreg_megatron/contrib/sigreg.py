@@ -33,7 +33,7 @@ _FURTHEST = 3.0
 _WORKSPACE = 32 << 20  # bytes of the projections of one tile
 UNSCALED = (
     "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 for all states "
-    "do: the loss hardly separates an even spread from a collapse, and descends towards the latter; use sqrt-d"
+    "do: the loss hardly separates an even spread from a collapse; use sqrt-d"
 )
 
 
@@ -65,7 +65,7 @@ def sigreg_loss(
         reduction: "mean" over the tokens, each with the T of its chunk; "sum" of these; "none".
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: arXiv 2511.08544 (Epps-Pulley form); a post of 2026 on contrastive embeddings (plain mean, and the factor
     sqrt(d) without which unit vectors project to variance 1/d). Tokens of a chunk as the sample are our choice.
@@ -100,6 +100,7 @@ def random_directions(number: int, width: int, *, seed: int, iteration: int, dev
 
 
 @lru_cache(maxsize=2)
+@torch.inference_mode(False)  # the next to ask may train
 def _drawn(number: int, width: int, seed: int, iteration: int, device: torch.device) -> Tensor:
     generator = seeded_generator(f"{seed} {iteration}", device)
     return unit_rows(torch.randn(number, width, generator=generator, device=device, dtype=torch.float32))

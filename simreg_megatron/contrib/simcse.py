@@ -57,7 +57,7 @@ def simcse_loss(
         valid: bool [b, n]; a sequence needs a valid token in each half, or at all, to take part.
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: our adaptation of Gao et al. 2021 to pretraining. Theirs are two passes of the model with other dropout;
     pretraining has none and pays for one pass, so both views are our choice, as is masking the pooled state.

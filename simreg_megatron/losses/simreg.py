@@ -83,7 +83,7 @@ def simreg_loss(
         NaN or infinite rows of valid tokens give NaN, as do float32 rows shorter than 3e-39 but by impl "reference".
 
     Raises:
-        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+        ValueError: an argument is out of range, or shapes or types do not fit.
 
     Source: arXiv 2605.08809, Eq 3; chunks: its section on chunk-wise SimReg.
     """

@@ -154,12 +154,12 @@ def test_what_cannot_be_seen_ends_in_a_sentence(tmp_path: Path, monkeypatch) -> 
 
 def test_prune_keeps_the_newest_whole_the_tracked_and_the_unfinished(tmp_path: Path) -> None:
     for iteration in (10, 20, 30, 40):
-        make(tmp_path, iteration)
+        os.utime(make(tmp_path, iteration) / "metadata.json", (1, 1))
     make(tmp_path, 50, index=b"", config=None)  # under way
     track(tmp_path, "20")
-    assert prune(tmp_path, 2) == [path_of(tmp_path, 10)]
+    assert prune(tmp_path, 2) == [], "the run went back from 30 and 40: they are not its newest two"
     track(tmp_path, "40")
-    assert prune(tmp_path, 2) == [path_of(tmp_path, 20)]
+    assert prune(tmp_path, 2) == [path_of(tmp_path, 10), path_of(tmp_path, 20)]
     assert iterations(tmp_path) == [30, 40, 50] and prune(tmp_path, 0) == [path_of(tmp_path, 30)]
 
 

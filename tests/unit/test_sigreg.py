@@ -103,7 +103,9 @@ def test_directions_follow_from_seed_and_iteration_alone() -> None:
     def drawn(seed: int, iteration: int) -> Tensor:
         return random_directions(64, 8, seed=seed, iteration=iteration, device=CPU)
 
-    first = drawn(0, 5)
+    with torch.inference_mode():  # of an evaluation, say: later steps train on the same directions
+        first = drawn(0, 5)
+    assert not first.is_inference()
     assert torch.equal(torch.get_rng_state(), state), "no other generator is touched"
     assert first.norm(dim=-1).sub(1).abs().max() < 1e-6
     others = [drawn(0, 6), drawn(1, 5), drawn(1 << 32, 5), drawn(5, 0)]
