@@ -85,12 +85,14 @@ def newest_whole(folder: Path) -> int | None:
     known = tracked(folder)
     for number in reversed(iterations(folder)):
         checkpoint = path_of(folder, number)
-        if (number == known and not is_torn(checkpoint)) or (is_whole(checkpoint) and not _is_left(folder, number)):
+        if number == known and not is_torn(checkpoint):
+            return number
+        if is_whole(checkpoint) and not _is_abandoned(folder, number):
             return number
     return None
 
 
-def _is_left(folder: Path, iteration: int) -> bool:
+def _is_abandoned(folder: Path, iteration: int) -> bool:
     """Return whether the run went back to before this checkpoint, by --ckpt-step or another number in the tracker."""
     known, metadata = tracked(folder), path_of(folder, iteration) / "metadata.json"
     is_later = known is not None and iteration > known and is_there(metadata)
@@ -138,9 +140,9 @@ def _is_no_release(folder: Path) -> bool:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` whole checkpoints, and return those; others stay: a save may be under way."""
+    """Delete whole checkpoints but for the newest `keep`, and return what was deleted; torn ones may be in a save."""
     _finish_deletions(folder)
-    whole = [each for each in iterations(folder) if is_whole(path_of(folder, each)) and not _is_left(folder, each)]
+    whole = [each for each in iterations(folder) if is_whole(path_of(folder, each)) and not _is_abandoned(folder, each)]
     kept = {*whole[-max(keep, 1) :], tracked(folder)}
     return [path_of(folder, number) for number in whole if number not in kept and _delete(folder, number)]
 

@@ -101,7 +101,7 @@ def fit_preset(
 ) -> tuple[list[Flag], list[str]]:
     """Return the preset with fitting sizes, and notes; `strict` refuses another global batch than the preset's."""
     notes: list[str] = []
-    check_layout([*preset, *user], machine.world_size, machine.local_world_size if machine.whole_nodes else 0)
+    check_layout([*preset, *user], machine)
     for name in ("--num-layers", "--save-interval", "--log-interval", "--eval-interval", "--seq-length"):
         flag_number(user, name, 1)  # refuses what is no positive number
     preset = _fit_ffn(preset, user, ffn, notes)
@@ -140,10 +140,9 @@ def _fit_batch(
     if batch % replicas:
         fitting = -(-batch // replicas) * replicas
         if strict or "--global-batch-size" in flag_names(user):
-            fix = _fewer_ranks(both, machine.world_size, machine.local_world_size if machine.whole_nodes else 0)
             raise LaunchError(
                 f"the global batch of {batch} sequences cannot be shared by {replicas} data-parallel ranks: "
-                f"{fix}give --global-batch-size {fitting} (in a new run)"
+                f"{_fewer_ranks(both, machine)}give --global-batch-size {fitting} (in a new run)"
             )
         notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: using {fitting}")
         batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
@@ -199,25 +198,23 @@ def _replace(flags: list[Flag], name: str, value: str) -> list[Flag]:
     return [(name, value) if flag_name(flag) == name else flag for flag in flags]
 
 
-def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
-    """Refuse ranks that cannot be divided among replicas, which a plan has to do before Megatron is asked.
-
-    `node` is the number of ranks a node if the run is submitted and the user chooses nodes.
-    """
+def check_layout(flags: Sequence[Flag], machine: Machine) -> None:
+    """Refuse ranks that cannot be divided among replicas, which a plan has to do before Megatron is asked."""
     tensor, pipeline, context = model_parallel_sizes(flags)
     ranks = tensor * pipeline * context
-    if world_size % ranks:
+    if machine.world_size % ranks:
         raise LaunchError(
-            f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"divided among replicas: {_fewer_ranks(flags, world_size, node)}give smaller sizes"
+            f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {machine.world_size} "
+            f"cannot be divided among replicas: {_fewer_ranks(flags, machine)}give smaller sizes"
         )
 
 
-def _fewer_ranks(flags: Sequence[Flag], world_size: int, node: int) -> str:
+def _fewer_ranks(flags: Sequence[Flag], machine: Machine) -> str:
     """Name the most ranks (at least one replica) that fill replicas and nodes and share the global batch, if any do."""
+    node = machine.local_world_size if machine.whole_nodes else 0
     ranks, batch = math.prod(model_parallel_sizes(flags)), flag_number(flags, "--global-batch-size", 1)
     unit = math.lcm(ranks, node or 1)
-    counts = range(max(world_size // unit, 1) * unit, 0, -unit)
+    counts = range(max(machine.world_size // unit, 1) * unit, 0, -unit)
     count = next((count for count in counts if batch % (count // ranks) == 0), 0)
     if not count:
         return ""

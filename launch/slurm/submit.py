@@ -105,7 +105,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
     options = make_submit_parser().parse_args(own)
     site = read_site(options.cluster, environ)
     if tree := site.environment.get("MEGATRON_PATH") or environ.get("MEGATRON_PATH", ""):
-        site = replace(site, environment={**site.environment, "MEGATRON_PATH": tree})  # if sbatch passes none on
+        site = replace(site, environment={**site.environment, "MEGATRON_PATH": tree})  # sbatch may pass on none
     if site.runtime != "venv" and not Path(tree).is_dir():
         tree = ""  # in the container only, where this machine cannot ask it
     run_options, rest = make_parser(family).parse_known_args(words)

@@ -120,9 +120,9 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     device = device_of(models)
     if part is None or device.type != "cuda" or chosen_impl("auto", part.similarity, part.self_positive) == "reference":
         return
-    # A rank has a part of the sequence, or of the work that tensor ranks share; chunks that ranks share are longer.
+    # One rank computes on its part of the sequence, or on the part of the work that tensor ranks share.
     length = seq_length // (compat.context_group(models[0]).size() * compat.tensor_group(models[0]).size())
-    length = max(length, min(part.chunk_size or seq_length, seq_length, 16384), 2)  # above 8192, triton keeps no pairs
+    length = max(length, min(part.chunk_size or seq_length, seq_length, 16384), 2)  # a chunk may be longer
     dtype, width = rows_dtype(part, models[0]), models[0].config.hidden_size
     shape = trial.Shape(micro_batch_size, length, width, part.chunk_size, dtype, part.tau)
     group = dist.group.WORLD if dist.is_initialized() else None

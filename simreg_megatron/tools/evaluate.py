@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     metrics = chosen_tasks(options.tasks)
     folders = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
     if len(folders) < len(options.model) or "/" in "".join(folders) or not all(map(Path.is_dir, folders.values())):
-        raise SentenceError(f"each --model must be NAME=FOLDER, distinct NAMEs, no /; got {', '.join(options.model)}")
+        raise SentenceError(f"each --model must be NAME=FOLDER with a name of its own, without /, got {options.model}")
     refuse_taken(options.output)
     adds_bos = options.bos == "document"
     options.output.mkdir(parents=True, exist_ok=True)

@@ -202,10 +202,6 @@ def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str
 
 
 def _files_of(source: str, split: str) -> list[str]:
-    path = Path(source)
-    if path.is_dir() and source != "c4":  # without what is hidden, and .json, which mostly describes other files
-        below = sorted(each for each in path.rglob("*") if each.is_file() and each.suffix != ".json")
-        return [str(each) for each in below if "/." not in f"/{each.relative_to(path)}"]
     if source == "c4" or source.startswith("hf:"):
         import datasets
 
@@ -213,6 +209,10 @@ def _files_of(source: str, split: str) -> list[str]:
         name, _, configuration = name.partition(":")  # hf:NAME[:CONFIG][@REVISION]
         builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
         return [str(file) for file in builder.config.data_files.get(split, ())]  # at the commit that it has now
+    path = Path(source)
+    if path.is_dir():  # without what is hidden, and .json, which mostly describes other files
+        below = sorted(each for each in path.rglob("*") if each.is_file() and each.suffix != ".json")
+        return [str(each) for each in below if "/." not in f"/{each.relative_to(path)}"]
     return [source] if path.is_file() else []
 
 

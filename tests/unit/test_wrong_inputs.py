@@ -242,7 +242,7 @@ simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl
 simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet cannot be read: Arrow
 simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
 simreg-megatron import-hf --model meta/Llama --save start | error: meta/Llama lacks config.json or model*.safetensors
-simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER, distinct NAMEs
+simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
 simreg-megatron doctor --script none.py | cannot read none.py as Python
 """
 
