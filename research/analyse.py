@@ -2,7 +2,7 @@
 """Statistics of a claim: difference, 95 % interval and p-value after Welch, and its worth in tokens.
 
     difference = mean(arm) - times * mean(than)
-    detectable = (t_.95 + t_.80) * error     (t_.975 where the claim has no direction)
+    detectable = (t_.975 + t_.80) * error
 
 A true difference of the detectable size would be found four times in five. What a difference of losses is worth:
 
@@ -67,10 +67,9 @@ def contrast(*parts: tuple[float, Sequence[float]], side: str = "two-sided") -> 
     freedom = sum(variances) ** 2 / sum(each**2 / count for each, count in zip(variances, counts, strict=True))
     error = math.sqrt(sum(variances))
     half = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * error
+    detectable = half + float(stats.t.ppf(POWER, freedom)) * error
     less, more = (float(tail(difference / error, freedom)) for tail in (stats.t.cdf, stats.t.sf))
     p_value = {"less": less, "greater": more, "two-sided": 2 * min(less, more)}[side]
-    level = LEVEL / 2 if side == "two-sided" else LEVEL
-    detectable = float(stats.t.ppf(1 - level, freedom) + stats.t.ppf(POWER, freedom)) * error
     return Welch(difference, difference - half, difference + half, p_value, detectable)
 
 

@@ -45,6 +45,7 @@ _TAGS = {
 }
 _VALIDATED = re.compile(r"^ validation loss at iteration (\d+) on validation set \|.*? lm loss value: (\S+)", re.M)
 _TRAINS = re.compile(r"^> Trains on (.+) in (\w+)$", re.M)  # a line of launch/launcher.py
+_COMMIT = re.compile(r"^> Commit (\S+)$", re.M)  # a line of `Runner`
 _NOT_FINITE = re.compile(r"\b(found (NaN|Inf)|not finite)\b", re.IGNORECASE)
 _FEWEST_STEPS_TO_SAVE, _SAVES = 400, 4
 
@@ -187,7 +188,8 @@ class Runner:
             for part in ("tensorboard", "checkpoints"):
                 shutil.rmtree(folder / part, ignore_errors=True)
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(self.threads))
-        with (folder / "log.txt").open("ab") as log:
+        with (folder / "log.txt").open("ab", buffering=0) as log:
+            log.write(f"\n> Commit {commit()}\n".encode())  # the checkout may be another one when the run ends
             process = subprocess.Popen(
                 command_of(run, folder, self.dataset), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env={**KEEP_HEAP, **os.environ, **threads, "PYTHONUNBUFFERED": "1"},
@@ -212,8 +214,9 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> tuple[di
     from simreg_megatron.tools.curves import ReportError, read_run
 
     log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+    source = (_COMMIT.findall(log) or ["unknown"])[-1]
     device, number_type = (_TRAINS.findall(log) or [("unknown", "unknown")])[-1]
-    row = {"version": __version__, "commit": commit(), "device": device, "number_type": number_type, "status": FAILED}
+    row = {"version": __version__, "commit": source, "device": device, "number_type": number_type, "status": FAILED}
     try:
         scalars = read_run(folder / "tensorboard").scalars
     except ReportError:

@@ -158,7 +158,7 @@ class Results:
         return found or self.best_of_search(arm)
 
     def settings_for(self, arm: str) -> Setting | None:
-        """Return what the plan's rules give an arm; None while rows are missing on which it depends."""
+        """Return what the plan's rules give an arm from the rows there are; None while a search is incomplete."""
         like, take = self.plan.arms[arm].get("as", arm), self.plan.take
         if not take:
             return self.best(like)
@@ -236,10 +236,12 @@ def _differences(results: Results) -> Iterator[str]:
     plan, stds = results.plan, results.plan.stds
 
     def part(weight: float, arm: str, setting: Setting | None) -> tuple[float, list[float]]:
-        return weight, [row["valid"] for row in results.of(arm, setting)]
+        judged = (group for group in plan.groups if "search" not in group and arm in group["arms"])
+        rows, planned = results.of(arm, setting), {seed for group in judged for seed in group["seeds"]}
+        return weight, [row["valid"] for row in rows] if {row["seed"] for row in rows} == planned else []
 
     def line(what: str, *parts: tuple[float, list[float]]) -> Iterator[str]:
-        if all(len(values) > 1 for _, values in parts):
+        if all(len(values) > 1 and all(map(math.isfinite, values)) for _, values in parts):
             found = contrast(*parts)
             verdict = "lower" if found.high < 0 else "higher" if found.low > 0 else "not shown"
             interval = f"{found.low:+.4f} to {found.high:+.4f}"
@@ -270,7 +272,7 @@ def work(options: argparse.Namespace) -> int:
         if largest >= size:
             raise ResearchError(f"the text has token {largest}, and {plan.name} has a vocabulary of {size}")
         for group in plan.groups:
-            if missing := results.missing(group):
+            if (missing := results.missing(group)) and time.monotonic() < end:
                 print(f"{group['name']}: {group['what']}", flush=True)
                 stack = Stack(plan.shape, [run for _, run, _ in missing], missing[0][2], data)
                 rows = train(stack, lambda: end - time.monotonic(), plan.validation.get("most"))

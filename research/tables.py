@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 
 from research.plan import ROOT, Entry, Flags, Plan, ResearchError, Settings, is_real, parameters_of_width, plan_of
 
@@ -153,8 +154,9 @@ def settings_of(plan: Plan, tables: Mapping[str, Table]) -> Settings:
         if nearest is None:
             raise ResearchError(f"the search {plan.tuned_in} is complete at no size: run what is missing")
         rows = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest))]
-        chosen = min(rows, key=lambda row: float(row["validation_loss"] or "inf"))
-        return searched.flags | searched.trials_of(nearest)[int(chosen["trial"]) - 1]
+        losses = [(int(row["trial"]), float(row["validation_loss"] or "inf")) for row in rows]
+        chosen = min(dict(losses), key=lambda trial: mean(loss for own, loss in losses if own == trial))
+        return searched.flags | searched.trials_of(nearest)[chosen - 1]
 
     return best
 

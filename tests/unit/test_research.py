@@ -91,6 +91,15 @@ def test_what_forbids_a_conclusion(change, word: str) -> None:  # type: ignore[n
     assert any(word in problem for problem in found), found
 
 
+def test_a_search_takes_the_trial_with_the_lowest_mean_over_seeds() -> None:
+    search, plan = TABLES["tuning"], read_plan("convergence")
+    chosen = settings_of(plan, TABLES)("simreg", 64)
+    own = [row for row in search.rows if (row["arm"], row["size"]) == ("simreg", "64")]
+    lowest = min(own, key=lambda row: float(row["validation_loss"]))
+    more = replace(search, rows=[*search.rows, {**lowest, "validation_loss": "9"}])  # as of another seed
+    assert settings_of(plan, {**TABLES, "tuning": more})("simreg", 64) != chosen
+
+
 def test_the_lock_and_the_evidence_are_of_one_corpus() -> None:
     lock = read_lock(LOCK)
     assert all(package.file.endswith("_all.deb") for package in lock)
@@ -107,6 +116,9 @@ def test_welch_is_scipys() -> None:
     assert found.p_value == pytest.approx(stats.ttest_ind(one, two, equal_var=False, alternative="less").pvalue)
     assert found.low < found.difference < found.high and found.difference == pytest.approx(-0.45)
     assert welch([1.0, math.inf], [1.0, 2.0]).p_value == 1.0
+    five = [1.0, 1.1, 1.2, 1.3, 1.4]
+    found, edge = welch(five, five, "less"), stats.t.ppf(0.975, 8)
+    assert stats.nct.sf(edge, 8, found.detectable * edge / found.high) == pytest.approx(0.8, abs=0.01)
 
 
 def test_holm() -> None:

@@ -40,6 +40,18 @@ def test_a_gradient_that_is_not_finite_stays_with_its_model() -> None:
     assert stack.bad_steps.tolist() == [0, 4] and torch.equal(stack.weights["head"][1], before)
 
 
+def test_an_arm_is_judged_by_all_of_its_seeds_and_finite_losses() -> None:
+    def compared() -> list[str]:
+        return [line for line in report(results) if ", p " in line]
+
+    results = Results(read_plan("g1"), KEPT / "stacked")
+    rows, whole = results.rows, compared()
+    results.rows = [row for row in rows if row["group"] != "b2"]  # half of the seeds of two arms
+    assert len(whole) == 16 and not any(line.startswith("- simreg - cross-entropy") for line in compared())
+    results.rows = [*rows[:-1], {**rows[-1], "valid": float("nan")}]
+    assert compared() == [line for line in whole if rows[-1]["arm"] not in line] != whole
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (PLANS / "stacked").glob("*.yaml")))
 def test_the_reports_that_are_kept_follow_from_their_rows(name: str) -> None:
     read_plan(name, tiny=True)
