@@ -128,7 +128,7 @@ def _of_model(model: str) -> tuple[str, ...]:
 
 
 def _run(words: Iterable[object], seconds: float, environment: dict[str, str]) -> None:
-    """Run benchmarks/train.py; it is killed after `seconds`, which is no error.
+    """Run benchmarks/train.py; it is killed after `seconds` or by Ctrl-C, which is no error: its steps are kept.
 
     Raises:
         SystemExit: it ended with another status than 0.
@@ -137,7 +137,7 @@ def _run(words: Iterable[object], seconds: float, environment: dict[str, str]) -
     command = [str(word) for word in (*torchrun, "-m", "benchmarks.train", *words)]
     try:
         done = jobs.run(command, cwd=ROOT, env={**os.environ, **environment}, merged=True, timeout=seconds)
-    except jobs.HungError:
+    except (jobs.HungError, KeyboardInterrupt):  # of the runner in benchmarks/gpu at its deadline
         return
     if done.returncode:
         raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-8000:]}")

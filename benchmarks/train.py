@@ -26,7 +26,7 @@ from simreg_megatron.plugin import hooks, installation
 
 TIMES, PROFILE = "SIMREG_STEP_TIMES", "SIMREG_STEP_PROFILE"  # files to write
 LOG_INTERVAL = 10
-PROFILED = 4
+PROFILED = 8  # four of each kind: the first, a plain one, starts the profiler
 
 
 def is_plain(step: int) -> bool:

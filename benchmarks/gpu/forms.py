@@ -94,7 +94,7 @@ def _line(impl: str, size: Size, device: str) -> dict[str, Any]:
         found["loss_error"], found["gradient_error"] = dict(_errors([impl], rows.detach(), labels))[impl]
     if device == "cuda" and pairs <= _LARGE:
         try:
-            found["replay_ms"] = milliseconds(_graph(lambda: both(sets[0])).replay, device, calls)
+            found["replay_ms"] = milliseconds(_graph(lambda: [both(each) for each in sets]).replay, device, calls) / 2
         except Exception as error:
             found["remark"] = f"no graph: {type(error).__name__}: {error}"[:300]
     return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in found.items()}
