@@ -75,11 +75,12 @@ def held(
     `wait` sleeps; `collective` is the seconds after which a rank of this run, or of an earlier slice, gives up.
     """
     taken: list[Path] = []
+    gone: list[Holder] = []  # whose other folders need no second look
     done = threading.Event()
     me = Holder.here()
     try:
         for folder in folders:
-            taken.append(_take(folder, me, wait, collective - _SOONER_SECONDS))
+            taken.append(_take(folder, me, wait, collective - _SOONER_SECONDS, gone))
         threading.Thread(target=_keep_alive, args=(taken, done), daemon=True).start()
         yield
     finally:
@@ -88,17 +89,18 @@ def held(
             _remove(path, me)
 
 
-def _take(folder: Path, me: Holder, wait: Callable[[float], None], outlives: float) -> Path:
+def _take(folder: Path, me: Holder, wait: Callable[[float], None], outlives: float, gone: list[Holder]) -> Path:
     path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while not _created(path, me):
             holder = _read(path)
-            if not _is_gone(path, holder, wait, outlives):
+            if not (holder and holder in gone) and not _is_gone(path, holder, wait, outlives):
                 raise LaunchError(
                     f"{folder} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
                     f"--output; {path} is removed when it ends, and is safe to delete if no such process is running"
                 )
+            gone += [holder] if holder else []
             _remove_alone(path, holder, wait)
     except OSError as error:
         raise LaunchError(f"{folder}: {error.strerror}, so no run can save there: give another --output") from None

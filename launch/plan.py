@@ -216,6 +216,9 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
 
 
 def _data_flags(options: argparse.Namespace, given: Sequence[Flag], output: Path, *, builtin: bool) -> list[Flag]:
+    stamped = options.model == TINY and not options.output  # by the clock, on which ranks may differ
+    # Of the run: two that start on one text at once would write the same indices, and the text may be read-only.
+    cache = ("--data-cache-path", str((output.parent if stamped else output) / "cache"))
     if builtin:
         flags: list[Flag] = [
             ("--train-data-path", str(BUILTIN_CORPUS / "train")),
@@ -224,9 +227,9 @@ def _data_flags(options: argparse.Namespace, given: Sequence[Flag], output: Path
             ("--tokenizer-model", str(BUILTIN_CORPUS / "tokenizer.model")),
         ]
         if BUILTIN_CORPUS.is_dir() and not os.access(BUILTIN_CORPUS, os.W_OK):  # as in a shared clone
-            flags.append(("--data-cache-path", str(output / "cache")))
+            flags.append(cache)
         return flags
-    flags = []
+    flags = [cache] if options.data else []
     if options.valid_data:
         flags += [("--train-data-path", *options.data), ("--valid-data-path", *options.valid_data)]
     elif options.data:

@@ -81,7 +81,7 @@ def masked(text: str) -> str:
 def _run(command: list[str]) -> str:
     """Return what a command prints; a record without it is still a record."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"unknown: {error}"
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -105,7 +105,8 @@ class Chain:
         iteration = checkpoints.newest_whole(self.save) or 0
         events = self.events()
         began = next((event["iteration"] for event in reversed(events) if event["event"] == "begin"), 0)
-        before = next((event for event in reversed(events) if event["event"] == "end"), None)
+        others = (event for event in reversed(events) if event["slice"] != self.place["slice"])  # not of its restarts
+        before = next((event for event in others if event["event"] == "end"), None)
         self._note("end", iteration, status=status, failed=status != 0 or iteration <= began)
         if has_ended:
             return self._end_chain("the run has reached its end")

@@ -90,7 +90,7 @@ def read_site(path: Path, variables: Mapping[str, str]) -> Site:
 
 def _value(text: str, variables: Mapping[str, str], place: str) -> str:
     try:
-        words = shlex.split(text, comments=True)
+        words = shlex.split(re.split(r"(?:^|\s)#", text)[0])  # as in bash, a # inside a word begins no comment
         filled = string.Template(" ".join(words)).substitute(variables)
     except (ValueError, KeyError) as error:
         what = f"${error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
@@ -150,7 +150,7 @@ def _head(job: Job) -> Iterator[str]:
 
 def _directive(word: str) -> str:
     """Write a line of the head, which sbatch cuts at blanks that are not quoted."""
-    return f'#SBATCH "{word}"' if " " in word else f"#SBATCH {word}"
+    return f'#SBATCH "{word}"' if set(" '") & set(word) else f"#SBATCH {word}"
 
 
 def _settings(job: Job) -> Iterator[str]:

@@ -171,6 +171,8 @@ def _check(plan: Plan) -> None:
     if record.has_ended(plan):
         done = f"{plan.output}: {record.length(plan)} are done"
         raise LaunchError(f"{done}: ask for more, or give another --output")
+    if "--skip-train" in flag_names(plan.flags):
+        raise LaunchError("a chain of slices trains: start an evaluation with torchrun, without submit.sh")
     if "--save-retain-interval" in flag_names(plan.flags):
         raise LaunchError("--keep N deletes what --save-retain-interval keeps: leave it out")
     if checkpoints.is_there(plan.output / STOP):
@@ -213,7 +215,7 @@ def disk_of(plan: Plan, job: Job) -> str:
 
 def _submit(job: Job, text: str) -> None:
     queue = _run(["squeue", "--noheader", "--me", "--format", "%i %T %j"])  # its --name takes a comma for a list
-    if running := [line for line in queue.splitlines() if line.endswith(f" {job.name}")]:
+    if running := [line for line in queue.splitlines() if line.endswith(job.name[-7:])]:
         raise LaunchError(f"this run is in the queue already ({running[0]}): scancel it first")
     folder = job.output / "slurm"
     path = folder / "job.sbatch"

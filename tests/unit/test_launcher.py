@@ -563,6 +563,16 @@ def test_a_shared_clone_that_cannot_be_written_keeps_its_index_with_the_run(monk
     assert values(plan("--output", "mine"), "--data-cache-path") == []
 
 
+def test_runs_on_one_text_have_an_index_each() -> None:
+    """Two that start at once would write the same files; ranks of a tiny run may differ by a second."""
+    assert values(plan(*OWN, "--output", "mine"), "--data-cache-path") == ["mine/cache"]
+    assert values(plan(*OWN, "--output", "mine", "--data-cache-path", "its"), "--data-cache-path") == ["its"]
+    options, words = make_parser("llama").parse_known_args(list(OWN))
+    made = [build_plan("llama", options, words, CPU, environ={}, stamp=stamp) for stamp in ("1", "2")]
+    one, other = (values(each, "--data-cache-path") for each in made)
+    assert one == other == ["runs/llama-tiny-ce/cache"] and made[0].output != made[1].output
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "sentence"),
     [

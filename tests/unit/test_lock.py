@@ -88,9 +88,11 @@ def test_a_holder_elsewhere_whose_file_stands_still_is_gone(holder: Holder | str
     """A requeued job, or the next of a chain, goes on without help, no matter which host was killed."""
     put(tmp_path, holder)
     waited: list[float] = []
-    with held(tmp_path, wait=waited.append):
+    put(tmp_path / "checkpoints", holder)
+    with held(tmp_path, tmp_path / "checkpoints", wait=waited.append):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
-    assert sum(waited) == 60 and "checking whether it is still running" in capsys.readouterr().out
+    assert sum(waited) == (60 if isinstance(holder, Holder) else 120), "one look at a holder's files"
+    assert "checking whether it is still running" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("variable", ["SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"])

@@ -158,6 +158,7 @@ def _rendered(site: Site) -> str:
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
         pytest.param((), ("--time=5",), "put --time=5 before the script: there it is the job's", id="time"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
+        pytest.param((), ("--skip-train",), "a chain of slices trains: start an evaluation with torchrun", id="skip"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
 )
@@ -178,7 +179,10 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
 
 def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
     """Unquoted, sbatch takes the rest of the line for other flags."""
-    lines = _rendered(Site(sbatch_extra="--exclusive '--comment=two words'", constraint="[a|b]")).splitlines()
+    lines = _rendered(
+        Site(sbatch_extra="--exclusive '--comment=two words'", constraint="[a|b]", qos="it's")
+    ).splitlines()
+    assert '#SBATCH "--qos=it\'s"' in lines
     assert "#SBATCH --exclusive" in lines and '#SBATCH "--comment=two words"' in lines
     assert "#SBATCH --constraint=[a|b]" in lines
 
@@ -238,10 +242,10 @@ class TestWhatMegatronSays:
 def test_the_clusters_file_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     site = read_site(
-        site_file(tmp_path, f'GPUS_PER_NODE=0\nCPUS_PER_TASK=\nACCOUNT="`touch {mark}`"\nexport HERE=$HOME/x # note'),
+        site_file(tmp_path, f'GPUS_PER_NODE=0\nCPUS_PER_TASK=\nACCOUNT="`touch {mark}`"\nexport HERE=$HOME/x#1 # note'),
         {"HOME": "/home/me"},
     )
-    assert site.environment == {"HERE": "/home/me/x"} and site.cpus_per_task == "" and not mark.exists()
+    assert site.environment == {"HERE": "/home/me/x#1"} and site.cpus_per_task == "" and not mark.exists()
 
 
 def test_the_default_settings_and_layouts_are_whole() -> None:
@@ -308,6 +312,7 @@ class TestBooks:
         monkeypatch.setattr(chain.checkpoints, "newest_whole", lambda _: iteration)
 
     def slice(self, books: chain.Chain, start: int, end: int, status: int, monkeypatch: pytest.MonkeyPatch) -> int:
+        books.place["slice"] += 1
         self.at(books, start, monkeypatch)
         assert books.begin() == 0
         self.at(books, end, monkeypatch)
@@ -329,6 +334,12 @@ class TestBooks:
         self.at(books, 10, monkeypatch)
         assert books.begin() == 0  # and never ended
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+
+    def test_a_slice_that_slurm_starts_again_is_one(self, books, monkeypatch) -> None:
+        """As where a node dies that is not the first one: the job's script lives, and notes the end."""
+        self.at(books, 10, monkeypatch)
+        assert [status for _ in range(2) for status in (books.begin(), books.end(3, 1))] == [0, 0, 0, 0]
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 2, "the next one failed, too"
 
     def test_slices_that_never_record_their_end_end_the_chain(self, books, monkeypatch, capsys) -> None:
         """A run that hangs until its time limit, whose job is ended before it can write."""
@@ -357,7 +368,7 @@ class TestBooks:
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
         assert [event["iteration"] for event in books.events()] == [0, 10, 10, 10]
 
-    def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
+    def test_books_that_cannot_be_kept_are_an_error(self, books, monkeypatch, capsys) -> None:
         books.book.mkdir()  # a folder cannot be appended to
         monkeypatch.setattr(sys, "argv", ["chain", "begin", "--output", str(books.output), "--save", str(books.save)])
         assert chain.main() == 1 and "Is a directory" in capsys.readouterr().out
@@ -409,7 +420,8 @@ class TestBooks:
 
 
 @pytest.mark.parametrize(
-    ("begins", "runs", "ends", "status"), [(2, 0, 0, 2), (3, 0, 0, 0), (0, 7, 0, 7), (0, 0, 2, 2), (0, 7, 2, 7)]
+    ("begins", "runs", "ends", "status"),
+    [(1, 0, 0, 1), (2, 0, 0, 2), (3, 0, 0, 0), (0, 7, 0, 7), (0, 7, 1, 7), (0, 0, 2, 2), (0, 7, 2, 7)],
 )
 def test_a_job_fails_where_its_chain_does(
     begins: int, runs: int, ends: int, status: int, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -420,16 +432,42 @@ def test_a_job_fails_where_its_chain_does(
     books = f"case $3 in begin) exit {begins};; end) mkdir {tmp_path}/away && exit 1; exit {ends};; esac"
     done = _run_job(job, tmp_path, {"python": books, "srun": f"exit {runs}", "sleep": "exit 0"})
     assert done.returncode == status, done.stderr
-    assert (tmp_path / "scancelled").exists() == bool(begins or ends), "no slice follows where the chain ends"
+    assert (tmp_path / "scancelled").exists() == bool(begins or ends > 1), "no slice follows where the chain ends"
 
 
-def _run_job(job: str, folder: Path, programs: dict[str, str]) -> CompletedProcess[str]:
+@pytest.mark.parametrize(
+    ("answer", "minutes"),
+    [("exit 1", 365 * 1440), ("echo JobId=1 EndTime=Unknown", 365 * 1440),
+     (r"printf 'JobId=1 A=1 EndTime=2099-01-01T00:00:00\nJobId=8 A=1 EndTime=2001-01-01T00:00:00\n'", 10**7)],
+    ids=["no answer", "no limit", "an array's last task"],
+)  # fmt: skip
+def test_a_controller_that_does_not_answer_ends_no_chain(
+    answer: str, minutes: int, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = site_file(tmp_path, f"{CPU_SITE}HOST_PYTHON={tmp_path}/python\n")
+    job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
+    asked = f'case "$*" in *hostnames*) echo n1;; *) {answer};; esac'
+    done = _run_job(job, tmp_path, {"python": "", "srun": "", "scontrol": asked}, end="")
+    assert done.returncode == 0 and not (tmp_path / "scancelled").exists(), done.stderr
+    found = re.search(r"first n1:20001; stops in (\d+) min", done.stdout)
+    assert found and 0.9 * minutes < int(found[1]) < 9 * minutes, done.stdout
+
+
+def test_a_node_without_the_disk_gets_no_further_slice(data: list[str], tmp_path: Path) -> None:
+    job = text_of("--cluster", str(site_file(tmp_path, CPU_SITE)), LLAMA, *data, "--save-interval", "5")
+    job = job.replace("FOLDER=", f"FOLDER={tmp_path}/none FROM=")
+    said = {"squeue": "echo n7", "scontrol": f'echo "$@" >{tmp_path}/said', "sleep": ""}
+    assert _run_job(job, tmp_path, said).returncode == 2
+    assert (tmp_path / "said").read_text() == "update JobId=1 ExcNodeList=n7,n2\n"
+
+
+def _run_job(job: str, folder: Path, programs: dict[str, str], end: str = "99999999999") -> CompletedProcess[str]:
     """Run a job's text with stand-ins for these programs and for SLURM's."""
     slurms = {"scontrol": "echo NodeAddr=n1", "scancel": f'echo "$@" >>{folder}/scancelled'}
     for name, text in {**slurms, **programs}.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": "99999999999"}
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": end, "SLURMD_NODENAME": "n2"}
     names = ("ARRAY_JOB_ID", "JOB_ID", "JOB_NUM_NODES", "JOB_NODELIST", "NTASKS_PER_NODE", "NTASKS", "NNODES")
     places = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
     environ |= {f"SLURM_{name}": "1" for name in names} | places
