@@ -64,14 +64,14 @@ def check(model: Any, run: Callable[[], tuple[Any, Any]], labels: torch.Tensor) 
     plain, _ = gradients(model, run, lambda *_: 0)
     _, wanted = gradients(model, run, term)
     install(config=CONFIG, models=[model])
+    tokens = labels[:, :LENGTH].clamp(min=0)
+    with pytest.raises(NotImplementedError, match="inside a multimodal model and is given no loss mask"):
+        model.language_model(tokens, positions_of(tokens), None, labels=tokens)
     loss, got = gradients(model, run, lambda *_: 0)
     assert torch.equal(loss, plain), "the value is the language-model loss"
     for name, gradient in wanted.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
     assert float(loop.end_step([model], reduces=True)["simreg loss"]) > 0
-    tokens = labels[:, :LENGTH].clamp(min=0)
-    with pytest.raises(NotImplementedError, match="inside a multimodal model and is given no loss mask"):
-        model.language_model(tokens, positions_of(tokens), None, labels=tokens)
     uninstall()
 
 

@@ -192,4 +192,5 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(bench: Bench, tmp_path:
     ran = Ran(tmp_path)
     assert all(torch.isfinite(parameter).all() for parameter in ran.recorded.params.values())
     assert [state["steps"] for state in ran.states] == [1, 2, 3, 3], "the third step is left out, and not counted"
+    assert len({round(value, 4) for value in ran.coefficients[0].values()}) == 2, "the heads have a norm of their own"
     assert ran.states[2]["gammas"] == ran.states[1]["gammas"] != ran.states[3]["gammas"]

@@ -76,8 +76,14 @@ def test_another_shell_hands_over_to_bash(script: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "error: --nnodes needs a value\n")
 
 
-@pytest.mark.parametrize("script", ["evaluate.sh", "prepare_data.sh", "slurm/submit.sh"])
-def test_a_script_of_bash_that_python_is_given_is_one_sentence(script: str) -> None:
+BASH = {"evaluate.sh": "simreg-megatron evaluate ", "prepare_data.sh": "simreg-megatron data prepare "}
+
+
+@pytest.mark.parametrize("script", [*BASH, "slurm/submit.sh"])
+def test_a_script_of_bash_starts_its_program_and_is_not_for_python(script: str) -> None:
+    environment = {**os.environ, "VIRTUAL_ENV": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    helped = jobs.run(["bash", str(ROOT / "launch" / script), "--help"], env=environment)
+    assert helped.stdout.startswith(f"usage: {BASH.get(script, 'bash launch/slurm/submit.sh ')}"), helped.stderr
     done = jobs.run([sys.executable, str(ROOT / "launch" / script), "--help"])
     sentence = f"error: this is a bash script, not Python: run bash launch/{script} ...\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)

@@ -106,6 +106,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
+def test_the_log_has_means_over_steps_and_the_smallest_coefficient() -> None:
+    made = attached(["a"])
+    made._sums = 2, torch.tensor(1.0), torch.tensor(0.5), torch.tensor(6.0)  # steps, shares, smallest, norms
+    assert [value.item() for value in made.means(reset=True).values()] == [0.5, 0.5, 3.0]
+    assert made.means(reset=False) == {}
+
+
 def test_averages_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     before, after = attached(["a", "b", "c"]), attached(["c", "d", "a"])
     before._adagc.gammas, before._adagc.steps = torch.tensor([1.0, 2.0, 3.0]), 7

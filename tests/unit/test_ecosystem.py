@@ -472,9 +472,20 @@ def a_sound_loop_keeps_the_contract() -> None:
     from simreg_megatron.loop.contract import check
 
     model = build()
+    for layer in model.decoder.layers:
+        layer.hidden_dropout = 0.1
     install(config=CONFIG)
     ask([model], lambda: labelled_step(model))
     found = check(model, lambda: labelled_step(model))
+
+    def into_buffers() -> Tensor:  # as Megatron's wrapper
+        loss = labelled_step(model)
+        for weight in model.parameters():
+            weight.main_grad, weight.grad = getattr(weight, "main_grad", 0) + weight.grad, None
+        return loss
+
+    model.zero_grad_buffer = lambda: [vars(weight).pop("main_grad", None) for weight in model.parameters()]
+    assert check(model, into_buffers) == found
     assert found.parameters == len(list(model.parameters())) and 0 < found.changed < found.parameters, found
     assert found.change > 0.1, found  # all but the output layer's, which comes after the hidden states
     assert all(weight.grad is None for weight in model.parameters())

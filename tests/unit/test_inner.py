@@ -95,3 +95,7 @@ def test_a_layer_whose_hook_did_not_fire_is_not_taken_for_the_decoders_output() 
     states = tokens.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
     states.catch(lambda decoder: torch.zeros(1), decoder)
     assert list(states._caught[decoder]) == [4]
+    frozen = tokens.InnerStates(SimRegConfig(lambda_=1, layers="4"))
+    frozen.catch(lambda decoder: torch.zeros(1), decoder)
+    with pytest.raises(NotImplementedError, match="the states of layer 4 were computed without a graph"):
+        frozen.take(SimpleNamespace(decoder=decoder), torch.zeros(1))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,11 +37,17 @@ def never(_: float) -> None:
     pytest.fail("there is nothing to wait for")
 
 
-def test_it_is_there_while_it_is_held(tmp_path: Path) -> None:
+def test_it_is_there_and_touched_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
     with held(tmp_path / "a" / "run", tmp_path / "b", wait=never):
         for folder in (tmp_path / "a" / "run", tmp_path / "b"):
             assert [path.name for path in folder.iterdir()] == [NAME]
             assert json.loads((folder / NAME).read_text())["pid"] == os.getpid()
+            os.utime(folder / NAME, (1, 1))
+            end = time.monotonic() + 20
+            while (folder / NAME).stat().st_mtime == 1:
+                assert time.monotonic() < end, "nothing touches it"
+                time.sleep(0.01)
     assert list((tmp_path / "b").iterdir()) == [] == list((tmp_path / "a" / "run").iterdir())
 
 

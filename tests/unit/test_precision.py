@@ -10,8 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simreg_megatron.contrib.mic import MICOptions
 from simreg_megatron.kernels.precision import full_float32, product
-from simreg_megatron.losses import mic_loss, prefixes_ce_loss, sigmoid_loss, simcse_loss, simreg_loss
-from simreg_megatron.losses.geometry import pair_cosines
+from simreg_megatron.losses import (
+    dispersion_loss,
+    mic_loss,
+    prefixes_ce_loss,
+    sigmoid_loss,
+    sigreg_loss,
+    simcse_loss,
+    simreg_loss,
+)  # fmt: skip
+from simreg_megatron.losses.geometry import moments, pair_cosines
 
 PRODUCTS = ("mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "matmul")
 
@@ -94,6 +102,10 @@ LOSSES = {
     "dot": lambda rows, labels: simreg_loss(rows, labels, similarity="dot"),
     "sigmoid": sigmoid_loss,
     "simcse": lambda rows, labels: simcse_loss(rows, labels),
+    "qnorm": lambda rows, labels: simreg_loss(rows, labels, similarity="qnorm"),
+    "learnable": lambda rows, labels: simreg_loss(rows, labels, similarity="learnable", exponents=torch.ones(2)),
+    "sigreg": lambda rows, labels: sigreg_loss(rows, labels, directions=torch.eye(3, 16)),
+    "dispersion": dispersion_loss,
     "mic": lambda rows, labels: mic_loss(rows, labels, options=MICOptions(prefixes=(4, 8))),
     "prefixes-ce": lambda rows, labels: prefixes_ce_loss(rows, labels, torch.eye(5, 16), prefixes=(4, 8)),
 }
@@ -144,6 +156,7 @@ def test_the_geometry() -> None:
     rows, labels = rows_and_labels()
     with Settings() as seen:
         pair_cosines(rows.detach(), labels)
+        moments(rows.detach(), labels >= 0)
     assert seen.allowed and not any(seen.allowed)
 
 

@@ -186,6 +186,9 @@ NOT_REPEATED = [
 def test_what_full_iteration_graphs_cannot_repeat_is_refused(graphs: dict, config: SimRegConfig, kind, why) -> None:
     with pytest.raises(kind, match=why):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), config)
+    with pytest.raises(ValueError, match="set --cuda-graph-warmup-steps to 1 or more"):
+        args = SimpleNamespace(log_interval=1, cuda_graph_warmup_steps=0, **graphs)
+        refusals.refuse_arguments(args, SimRegConfig(lambda_=1))
     for scope in ("attn", "full_iteration_inference", ["attn", "mlp"]):
         layers = SimpleNamespace(log_interval=1, cuda_graph_impl="local", cuda_graph_scope=scope)
         refusals.refuse_arguments(layers, config)
@@ -228,18 +231,22 @@ def test_numbers_below_zero_reach_the_console(monkeypatch, capsys: pytest.Captur
     means = {"simreg loss": 0.5, "simreg margin": -1.25, "simreg margin 10%": -4.0, "simreg negative cosine": -0.125}
     found = {name: torch.tensor(value) for name, value in means.items()}
     monkeypatch.setattr(log, "reduced_means", lambda **_: dict(found))
-    monkeypatch.setattr(log, "write_scalars", lambda means, iteration: None)
+    written = []
+    monkeypatch.setattr(log, "write_scalars", lambda means, iteration: written.append(iteration))
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(log_interval=5))
-    made = installation.Installation(SimRegConfig(lambda_=1), lambda config: ())
+    made = installation.Installation(SimRegConfig(lambda_=1, log_interval=10), lambda config: ())
     monkeypatch.setattr(installation, "_installation", made)
     megatrons_log = partial(log.report, megatrons_line)
     megatrons_log({"advanced iterations": 4}, 5, 0)
+    assert capsys.readouterr().out.splitlines() == [" iteration 5 |"], "no log step of SimReg"
+    megatrons_log({"advanced iterations": 5}, 10, 1)  # a skipped one, which does not count
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        " iteration 5 | simreg loss: 5.000000E-01 |",
-        "> SimReg at iteration 5, next to Megatron's line, which has no numbers below 0: "
+        " iteration 10 | simreg loss: 5.000000E-01 |",
+        "> SimReg at iteration 10, next to Megatron's line, which has no numbers below 0: "
         "simreg margin: -1.250000E+00 | simreg negative cosine: -1.250000E-01",
     ]
     found |= {name: value.abs() for name, value in found.items()}
-    megatrons_log({"advanced iterations": 4}, 10, 0)
+    megatrons_log({"advanced iterations": 4}, 20, 0)
     assert len(capsys.readouterr().out.splitlines()) == 1, "where nothing is missing, nothing is said"
+    assert written == [10, 20]

@@ -128,12 +128,22 @@ def test_frozen_states_are_refused_where_the_loss_trains() -> None:
         add(regularizer, hidden.detach(), labels, mask, loss)
 
 
+def test_micro_batches_of_a_loop_that_counts_no_steps_draw_each_their_own() -> None:
+    regularizer = Regularizer(SimRegConfig(lambda_=1, objective="sigreg"))
+    totals = [regularizer.terms(MODEL, *micro_batch()[:3]).weighted[0][1] for _ in range(2)]
+    assert not torch.equal(*totals)
+
+
 def test_the_log_describes_whole_states_where_prefixes_are_trained() -> None:
     found = []
     for options in ("prefixes=whole", "prefixes=2/4"):
         regularizer = measuring(SimRegConfig(lambda_=1, objective_options=options, chunk_size=6))
-        add(regularizer, *micro_batch())
+        hidden, labels, mask, loss = micro_batch()
+        add(regularizer, hidden, labels, mask, loss)
         found.append(regularizer.metrics.reduce(One()))
+    rows = hidden.detach().transpose(0, 1)
+    wanted = [simreg_loss(rows[..., :prefix], labels, chunk_size=6, valid=mask > 0) for prefix in (2, 4)]
+    assert found[1]["simreg loss"].item() == pytest.approx(sum(wanted).item() / 2, rel=1e-6)
     assert found[0].keys() == found[1].keys()
     different = {name for name in found[0] if not torch.equal(found[0][name], found[1][name])}
     assert different == {"simreg loss"}
