@@ -121,7 +121,7 @@ def draw_heatmaps(several: Sequence[HiddenStates], *, columns: int, title: str =
 
 def printable(token: str, width: int = 11) -> str:
     """Shorten a token to a label: "" for blanks, no mark of a word's start, nothing read as mathematics."""
-    for escape in ("\\n", "\\t", "\\r", "\u2581"):  # as the probe and sentencepiece write blanks
-        token = token.replace(escape, " ")
+    for blank in "\n\t\r\u2581":  # the last one is sentencepiece's
+        token = token.replace(blank, " ")
     text = "".join("?" if unicodedata.category(letter).startswith("C") else letter for letter in token).strip()
     return (text if len(text) <= width else text[: width - 1] + "~").replace("$", r"\$")

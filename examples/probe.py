@@ -90,7 +90,7 @@ def write_probe(model: Any, args: Any, output: Path) -> None:
         output,
         hidden=hidden_states(model, sample).numpy(),
         labels=sample["labels"].numpy(),
-        tokens=np.array([piece.encode("unicode_escape").decode() or " " for piece in pieces]),  # line ends as \n
+        tokens=np.array([piece or " " for piece in pieces]),
     )
     print(f"> wrote {output}")
 

@@ -110,7 +110,7 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
     weights = _weights(settings["objective"])
     options: dict[str, dict[str, object]] = {name: {} for name in weights}
     for word, value in words(settings["objective_options"]):
-        objective, dot, name = word.partition(".")
+        objective, dot, name = word.rpartition(".")
         if not dot or objective not in weights:
             raise ValueError(
                 f"with several SimReg objectives an option begins with the name of its own, as in "

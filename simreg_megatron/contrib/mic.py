@@ -124,7 +124,7 @@ def mic_value(
             _redundancy(correlations, deviations, prefix, options) + _isotropy(own, pooled, prefix, options, add)
             for prefix in prefixes
         ]
-    return torch.stack(losses).mean()
+    return torch.where(add(usable.sum()) > 0, torch.stack(losses).mean(), 0.0)
 
 
 def pools_tokens(options: MICOptions, num_sequences: int, length: int, chunk_size: int) -> bool:

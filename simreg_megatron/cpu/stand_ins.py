@@ -136,6 +136,8 @@ def _replace_placement(torch: Any) -> None:
         "empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "linspace", "eye",
         "as_tensor", "empty_like", "zeros_like", "ones_like",
     )  # fmt: skip
+    with torch.device("cpu"):  # torch notes at the first such context which functions obey one: its own
+        torch.empty(0)
     for name in factories:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     to = torch.Tensor.to

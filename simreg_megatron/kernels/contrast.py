@@ -132,7 +132,6 @@ class _ContrastTerms(torch.autograd.Function):
         return terms
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, slopes, *saved = ctx.saved_tensors
         (temperature, form), (kept,) = ctx.options, without_spent_pairs(ctx, [Kept(*saved)])
@@ -143,6 +142,8 @@ class _ContrastTerms(torch.autograd.Function):
 
 def without_spent_pairs(ctx: Any, kept: list[Kept]) -> list[Kept]:
     """Drop the exponentials in a second backward (`retain_graph`): the first one may have written over them."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise RuntimeError("the fast forms of SimReg have no second derivative: use impl 'reference'")
     if ctx.is_spent:
         kept = [each._replace(pairs=each.pairs.new_empty(0)) for each in kept]
     ctx.is_spent = True

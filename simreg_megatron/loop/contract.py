@@ -104,8 +104,8 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         (not any(moved) and here.regularizer().is_reached,
          "no gradient changes with SimReg: its own is too small to change a digit; take real text"),
         (not any(moved),
-         "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
-         "to the model, and call backward on the loss that it returns"),
+         "no gradient changes with SimReg: this loop does not train on the loss that the model returns; keep the model "
+         "in training mode, pass labels to it, and call backward on the loss that it returns"),
         error=ContractError,
     )  # fmt: skip
     size = math.hypot(*(float(gradient.float().norm()) for gradient in without))

@@ -114,10 +114,8 @@ class Metrics:
             return
         sample = EveryKth.of_at_most(_SAMPLED_TOKENS, len(hidden_states), shard)
         found = geometry.moments(sample.taken(hidden_states), sample.taken(valid))
-        if self._moments is None:
-            self._moments = list(found)
-        else:
-            self._moments = [total.add_(part) for total, part in zip(self._moments, found, strict=True)]
+        totals = self._moments or [torch.zeros_like(part) for part in found]
+        self._moments = [total.add_(part) for total, part in zip(totals, found, strict=True)]
 
     def _add_pairs(self, view: View) -> None:
         """Add up cosines, and norms of tokens that are alone with their label and of all others."""
@@ -130,7 +128,7 @@ class Metrics:
         cosines = geometry.row_cosines(view.embeddings, view.labels, view.usable, anchors=view.anchors, **met)
         pairs = geometry.pair_sums(cosines, same, different)
         self._sums[PAIRS].add_(pairs)
-        if not self.config.sends_no_rows:  # those do not ask for other labels
+        if self.config.is_simreg and not self.config.record.relabels:  # others may have a term there
             self._sums[ONE_LABEL].add_(usable.sum() - pairs[-1])
         alone = usable & (same == 0)
         of_labels = torch.stack([alone, usable ^ alone])

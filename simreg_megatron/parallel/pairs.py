@@ -82,7 +82,6 @@ class _SimReg(torch.autograd.Function):
         return joined([each.terms.flatten(1) for each in found])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _gradient(ctx, grads[0]), None, None, None, None
 

@@ -97,7 +97,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    words = [word.partition("=") for word in options.runs]
+    words = [(word, "", "") if Path(word).is_dir() else word.partition("=") for word in options.runs]
     runs = [read_run(path, name) if path else read_run(name) for name, _, path in words]
     if len({one.name for one in runs}) < len(runs):
         raise ReportError(f"two of the runs have one name ({', '.join(one.name for one in runs)}): give NAME=PATH")

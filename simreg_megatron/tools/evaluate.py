@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> None:
                 raise SentenceError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
             folders[name] = options.output / "models" / name
             export(checkpoint_folder(path), folders[name], options.tokenizer)
+        elif not {*path.glob("tokenizer*"), *path.glob("vocab*")}:
+            raise SentenceError(f"--model {name} has no tokenizer in {path}: export it again with --tokenizer")
         if adds_bos:  # release 4 of transformers adds none, silently
             tokenizer = AutoTokenizer.from_pretrained(folders[name], add_bos_token=True)
             if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder
+from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, refuse_taken
 from simreg_megatron.tools.export_hf import LAYER, LLAMA3_ROPE, SIZES, TOP, check_weights, join, rope_of
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    refuse_taken(options.save)  # before all weights are read
     config, weights = open_model(options.model)
     save(options.save, config, weights)
     flags = ["--load", shlex.quote(str(options.save)), "--finetune"]

@@ -71,6 +71,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 assert torch.zeros(2, device="cuda").device.type == "cpu" and torch.cuda.is_available() and backend.is_active()
 assert torch.ones(1).cuda().type() == "torch.cuda.FloatTensor"
+with torch.device("meta"):
+    assert torch.empty(2).device.type == "meta", "torch notes its own functions, not their stand-ins"
 here = torch.cuda.current_device()
 assert torch.ones(1, device=here).to(here).device.type == "cpu" and f"cuda:{here}" == "cuda:0"
 

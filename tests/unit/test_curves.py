@@ -69,7 +69,7 @@ def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Capture
 
 
 def test_the_command_draws_and_compares(tmp_path: Path, capsys: Captured) -> None:
-    one = write(tmp_path / "one", losses={1: 5.0, 2: 4.5})
+    one = write(tmp_path / "lr=0.1" / "one", losses={1: 5.0, 2: 4.5})
     two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25})
     figure = tmp_path / "figure.png"
     assert cli.main(["curves", str(one), f"lower={two}", "--output", str(figure)]) == 0

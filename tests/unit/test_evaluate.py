@@ -121,6 +121,7 @@ def test_a_megatron_checkpoint_is_exported_first(
             ["--model", "a=MODEL", "--tasks", f"{NAME}:f1"], f"{NAME} has no metric f1", marks=pytest.mark.slow
         ),
         (["--model", "a=MODEL", "--output", "FULL"], "already exists: name a new folder"),
+        (["--model", "b=BARE"], "--model b has no tokenizer in"),
     ],
 )
 def test_refusals(
@@ -128,9 +129,11 @@ def test_refusals(
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "results.md").touch()
-    places = {"MODEL": str(models["baseline"]), "FULL": str(tmp_path / "full")}
-    given = [word.replace(name, place) for word in words for name, place in [("MODEL", places["MODEL"])]]
-    given = [places.get(word, word) for word in given]
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").touch()
+    given = words
+    for name, place in {"MODEL": models["baseline"], "FULL": tmp_path / "full", "BARE": tmp_path / "bare"}.items():
+        given = [word.replace(name, str(place)) for word in given]
     output = [] if "--output" in words else ["--output", str(tmp_path / "out")]
     more = ["--include", str(task[0]), "--limit", "1", "--dtype", "float32"]
     assert cli.main(["evaluate", *given, *output, *more]) == 2

@@ -42,6 +42,14 @@ def refused(model: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return sentence
 
 
+def test_a_taken_folder_is_refused_before_the_weights_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "start").touch()
+    assert cli.main(["import-hf", "--model", str(tmp_path / "none"), "--save", str(tmp_path / "start")]) == 2
+    assert "start already exists: name a new folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [

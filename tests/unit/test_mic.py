@@ -82,6 +82,10 @@ def test_mi3(pool: str, prefix: int, t: float, balance: str, uniformity: str, dt
     check(part(rows, valid, uniformity=1, **given), uniformity)
 
 
+def test_a_batch_without_tokens_is_zero() -> None:
+    assert mic_loss(torch.randn(2, 3, 8), torch.full((2, 3), -100), options=MICOptions(prefixes=(4,))) == 0
+
+
 def test_sequences_that_are_all_alike() -> None:
     constant = torch.ones(3, 5, 6, dtype=torch.float64, requires_grad=True)
     assert part(constant, correlation=1) == 0 and part(constant, variance=1) == 1.5

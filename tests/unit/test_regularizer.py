@@ -203,6 +203,14 @@ def test_facts_of_the_data_are_logged_once(capsys: pytest.CaptureFixture[str]) -
     assert "left out" not in capsys.readouterr().out
 
 
+def test_chunks_of_one_label_are_no_fact_where_they_have_a_term(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden, labels, mask, loss = micro_batch()
+    regularizer = measuring(SimRegConfig(lambda_=1, objective="sce", chunk_size=6))
+    add(regularizer, hidden, torch.zeros_like(labels), mask, loss).sum().backward()
+    regularizer.metrics.reduce(One())
+    assert "left out" not in capsys.readouterr().out and hidden.grad.norm() > 0
+
+
 def test_every_third_step_is_three_times_as_strong_and_the_others_are_plain() -> None:
     hidden, labels, mask, loss = micro_batch()
     settings = {"lambda_": 3, "temperature": 0.1, "chunk_size": 6}

@@ -86,6 +86,17 @@ def test_every_similarity_equals_the_double_loop(similarity: str) -> None:
     torch.testing.assert_close(ours.grad, naive.grad, rtol=1e-9, atol=1e-13)
 
 
+def test_a_second_derivative_is_the_references_or_an_error() -> None:
+    """The fast forms once passed for a constant."""
+    rows, labels, valid = awkward_tokens()
+    rows.requires_grad_()
+    loss = {impl: simreg_loss(rows, labels, temperature=0.5, valid=valid, impl=impl) for impl in ("reference", "tiled")}
+    (grad,) = torch.autograd.grad(loss["reference"], rows, create_graph=True)
+    assert torch.autograd.grad(grad.square().sum(), rows)[0].norm() > 0
+    with pytest.raises(RuntimeError, match="no second derivative: use impl 'reference'"):
+        torch.autograd.grad(loss["tiled"], rows, create_graph=True)
+
+
 def test_a_chunk_beyond_the_sequence_is_the_whole_sequence() -> None:
     rows, labels = fixture_f1()
     whole = simreg_loss(rows, labels, temperature=0.1)
