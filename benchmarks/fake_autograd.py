@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 
+@torch.no_grad()
 def backward(result: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Every tensor that `result` was computed from and that wants a gradient, with its gradient.
 

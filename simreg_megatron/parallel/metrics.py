@@ -114,8 +114,7 @@ class Metrics:
             return
         sample = EveryKth.of_at_most(_SAMPLED_TOKENS, len(hidden_states), shard)
         found = geometry.moments(sample.taken(hidden_states), sample.taken(valid))
-        totals = self._moments or [torch.zeros_like(part) for part in found]
-        self._moments = [total.add_(part) for total, part in zip(totals, found, strict=True)]
+        self._moments = [*map(Tensor.add_, self._moments, found)] if self._moments else [*found]
 
     def _add_pairs(self, view: View) -> None:
         """Add up cosines, and norms of tokens that are alone with their label and of all others."""
