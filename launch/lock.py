@@ -75,7 +75,7 @@ def held(
     `wait` sleeps; `collective` is the seconds after which a rank of this run, or of an earlier slice, gives up.
     """
     taken: list[Path] = []
-    gone: list[Holder] = []  # whose other folders need no second look
+    gone: list[Holder] = []  # the file of a holder that has ended is not watched in each folder
     done = threading.Event()
     me = Holder.here()
     try:
@@ -95,12 +95,12 @@ def _take(folder: Path, me: Holder, wait: Callable[[float], None], outlives: flo
         folder.mkdir(parents=True, exist_ok=True)
         while not _created(path, me):
             holder = _read(path)
-            if not (holder and holder in gone) and not _is_gone(path, holder, wait, outlives):
+            if holder not in gone and not _is_gone(path, holder, wait, outlives):
                 raise LaunchError(
                     f"{folder} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
                     f"--output; {path} is removed when it ends, and is safe to delete if no such process is running"
                 )
-            gone += [holder] if holder else []
+            gone += [holder] if holder else []  # one file that is cut off says nothing of the next
             _remove_alone(path, holder, wait)
     except OSError as error:
         raise LaunchError(f"{folder}: {error.strerror}, so no run can save there: give another --output") from None

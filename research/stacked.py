@@ -301,7 +301,8 @@ class Stack:
 def train(stack: Stack, left: Callable[[], float], most: int | None = None) -> list[dict[str, Any]]:
     """Train all steps and return a row for each run; none if the time of steps 5 to 12 shows that `left` is too short.
 
-    A row has the training curve's points under their numbers. A validation batch takes 0.4 of a step, compiling 15 s.
+    A row has the points of the training curve under their numbers. A validation batch takes 0.4 of a step, and the
+    functions that only the end of the run calls take 15 s to compile.
     """
 
     def now() -> float:

@@ -141,7 +141,7 @@ class _ContrastTerms(torch.autograd.Function):
 
 
 def without_spent_pairs(ctx: Any, kept: list[Kept]) -> list[Kept]:
-    """Drop the exponentials in a second backward (`retain_graph`): the first one may have written over them."""
+    """Drop exponentials that a first backward (`retain_graph`) may have written over; refuse a second derivative."""
     if torch.is_grad_enabled():  # create_graph=True
         raise RuntimeError("the fast forms of SimReg have no second derivative: use impl 'reference'")
     if ctx.is_spent:

@@ -179,9 +179,8 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
 
 def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
     """Unquoted, sbatch takes the rest of the line for other flags."""
-    lines = _rendered(
-        Site(sbatch_extra="--exclusive '--comment=two words'", constraint="[a|b]", qos="it's")
-    ).splitlines()
+    site = Site(sbatch_extra="--exclusive '--comment=two words'", constraint="[a|b]", qos="it's")
+    lines = _rendered(site).splitlines()
     assert '#SBATCH "--qos=it\'s"' in lines
     assert "#SBATCH --exclusive" in lines and '#SBATCH "--comment=two words"' in lines
     assert "#SBATCH --constraint=[a|b]" in lines
