@@ -104,12 +104,12 @@ def dispersion_value(
 
 
 def _distances(rows: Tensor, clamp: float) -> Tensor:
-    """arccos(cos) / pi of all pairs, [b, k, k], at the clamped cosine; the derivative is finite also at 1 and -1."""
+    """arccos(cos) / pi of all pairs, [b, k, k], at the clamped cosine, whose slope the gradient has, too."""
     units = unit_rows(rows)
     cosines = product(units, units.mT)
-    at = cosines.detach().clamp(clamp - 1, 1 - clamp)
-    slopes = ((1 - at) * (1 + at)).clamp(min=_PARALLEL * torch.finfo(at.dtype).eps).rsqrt()
-    return (at.acos() - slopes * (cosines - cosines.detach())) / math.pi
+    at = cosines.detach().clamp(clamp - 1, 1 - clamp) + (cosines - cosines.detach())
+    is_parallel = (1 - at) * (1 + at) < _PARALLEL * torch.finfo(at.dtype).eps
+    return torch.where(is_parallel, at.detach(), at).acos() / math.pi
 
 
 def dispersion_terms(

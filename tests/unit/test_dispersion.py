@@ -75,6 +75,7 @@ def test_a_clamp_bounds_the_angle_and_its_slope() -> None:
     slope = 0.28 / math.sqrt(1 - 0.75**2) / math.pi / 0.5
     torch.testing.assert_close(rows.grad[0], torch.tensor([0.0, slope], dtype=torch.float64))
     assert rows.grad[1].norm().item() == pytest.approx(slope)
+    assert torch.autograd.gradgradcheck(lambda rows: dispersion_loss(rows, clamp=0.01), rows.detach().requires_grad_())
 
 
 def test_the_draw_follows_from_iteration_and_positions(request: pytest.FixtureRequest) -> None:
