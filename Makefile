@@ -54,7 +54,7 @@ test-te: setup ## Transformer Engine and Megatron-Bridge without a GPU, in an en
 parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)
 
-versions: setup ## drive every release of Megatron and write benchmarks/results/versions.md (15 to 30 minutes on 2 cores)
+versions: setup ## drive every release of Megatron and write benchmarks/results/versions.md (15 to 35 minutes on 2 cores)
 	$(PY) -m tests.versions --output benchmarks/results/versions.md $(VERSIONS_ARGS)
 
 lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, zizmor for the workflows, lines of code per package

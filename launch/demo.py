@@ -128,7 +128,7 @@ def run_demo(settings: Settings) -> None:
         f"Two tiny LLaMAs are pretrained in Megatron, {settings.steps} steps, same text, same seed:\n"
         f"  {CROSS_ENTROPY:<13}  the language-model loss alone; SimReg is measured only\n"
         f"  {SIMREG:<13}  {' '.join(settings.simreg)}\n"
-        f"With 400 steps this takes 5 to 15 minutes on two cores. Ctrl-C stops it. Results: {settings.output}"
+        f"With 400 steps this takes 4 to 12 minutes on two cores. Ctrl-C stops it. Results: {settings.output}"
     )
     with lock.held(settings.output):
         make_room(settings)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Submit a run to SLURM as a chain of jobs:
 #   bash launch/slurm/submit.sh --cluster my.env launch/pretrain_llama.sh --model 7b --data PREFIX --tokenizer PATH ...
-# A login node's own Python 3.10 or newer is enough; with the packages of the run's environment it checks more.
+# A login node's own Python 3.10 or newer is enough if my.env sets PYTHON or CONTAINER_IMAGE; the run's own checks more.
 ''':' <<'bash' # Python reads the lines from here to "bash", bash all others
 '''
 import sys; sys.exit(print("error: this is a bash script, not Python: run bash launch/slurm/submit.sh ...", file=sys.stderr) or 2)

@@ -21,7 +21,7 @@ _ANOTHER_CUDNN = (
 )
 _BUILT_FOR_ANOTHER = (
     "it was built for another torch or CUDA: pip install --no-build-isolation --no-deps --force-reinstall "
-    "'transformer-engine[pytorch]', or uninstall it"
+    "--no-cache-dir transformer-engine-torch, or uninstall it"
 )
 
 
