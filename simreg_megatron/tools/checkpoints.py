@@ -31,7 +31,8 @@ _ALLOWED = re.compile(
     r"|StorageMeta|Metadata(Index)?|(Bytes|Chunk|Tensor)StorageMetadata)"
     r"|megatron\.core\.((transformer\.)?enums\.[A-Z]\w+|rerun_state_machine\.Rerun(Diagnostic|Mode|State))"
     r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore(Metadata|SavePlan)"
-    r"|megatron\.core\.optimizer(\.optimizer_config)?\.OptimizerConfig|transformer_engine\.common\.recipe\.\w+"
+    r"|megatron\.core\.optimizer(\.optimizer_config)?\.OptimizerConfig"
+    r"|transformer_engine\.common\.recipe\.(_?Format\w*|\w+Scaling|(MM|Q)Params)"
 )
 
 
@@ -139,14 +140,17 @@ class _Stub:
     values: list[Any] | None = None
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
-        (stub := super().__new__(cls)).__setstate__(*values, *named.values())
+        (stub := super().__new__(cls)).keep(*values, *named.values())
         return stub
 
-    def __setstate__(self, *values: Any) -> None:
+    def keep(self, *values: Any) -> None:
         if self.values is not None:
             self.values += values
 
-    __setitem__ = append = extend = add = __setstate__
+    def __setstate__(self, state: Any) -> None:  # of an instance: for a class, pickle passes the state alone
+        self.keep(state)
+
+    __setitem__ = append = extend = add = keep
 
 
 def _refuse(where: str, name: str) -> NoReturn:

@@ -118,6 +118,7 @@ def test_any_other_name(function, protocol: int) -> None:
         (b"\x80\x04\x8c\x05posix\x8c\x06system\x8c\x04Size0\x93.", "posix.system"),
         (b"\x80\x04\x8c\x05torch\x8c\x0eSize.__class__\x93.", "torch.Size.__class__"),
         (b"(S'id'\niposix\nsystem\n.", "posix.system"),
+        (b"ctransformer_engine.common.recipe\ndataclass\n.", r"transformer_engine\.common\.recipe\.dataclass"),
     ],
 )
 def test_names_that_are_hidden(crafted: bytes, name: str) -> None:
@@ -126,6 +127,8 @@ def test_names_that_are_hidden(crafted: bytes, name: str) -> None:
         check_pickle(crafted, "it")
     with pytest.raises(ValueError, match="unregistered extension code 1"):
         check_pickle(b"\x82\x01.", "it")
+    with pytest.raises(TypeError):  # a class takes no state
+        check_pickle(b"\x80\x02cargparse\nNamespace\nctorch\nSize\n)Rb.", "it")
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 5])
