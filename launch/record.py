@@ -26,8 +26,8 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address
-_OF_FLAG = re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])(\S+)", re.IGNORECASE)
-_ASSIGNED = re.compile(r"""\b([A-Z][A-Z0-9_]*)=(?:"[^"\n]*"|'[^'\n]*'|[^\s;"']+)+""")
+_OF_FLAG = re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])(.+?)(?= '?--|$)", re.IGNORECASE | re.MULTILINE)
+_ASSIGNED = re.compile(r"""(')?\b([A-Z][A-Z0-9_]*)=(?(1)[^'\n]*|(?:"[^"\n]*"|'[^'\n]*'|[^\s;"']+)+)""")
 _GIT = ("git", "-C", str(ROOT))
 _GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
 ENDED = "ended.json"
@@ -75,7 +75,7 @@ def shown(environ: Mapping[str, str]) -> list[str]:
 def masked(text: str) -> str:
     """Redact credentials in addresses, flags and variables."""
     text = _OF_FLAG.sub(r"\1***", _IN_ADDRESS.sub("***", text))
-    return _ASSIGNED.sub(lambda found: f"{found[1]}=***" if _SECRET.search(found[1]) else found[0], text)
+    return _ASSIGNED.sub(lambda found: found.expand(r"\1\2=***") if _SECRET.search(found[2]) else found[0], text)
 
 
 def _run(command: list[str]) -> str:

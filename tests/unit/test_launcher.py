@@ -493,6 +493,8 @@ class TestRecordsKeepNoSecrets:
         [
             ("https://me:hunter2@host.example/simple", "https://***@host.example/simple"),
             ("--wandb-api-key abc123 --lr 1", "--wandb-api-key *** --lr 1"),
+            ("--wandb-password 'correct horse' '--lr' 1", "--wandb-password *** '--lr' 1"),
+            ("env 'DB_PASSWORD=correct horse' X=1", "env 'DB_PASSWORD=***' X=1"),
             ("s3://bucket/a@b https://host/x@y", "s3://bucket/a@b https://host/x@y"),
             ("--tokenizer-model t.model", "--tokenizer-model t.model"),
             ("+export HF_TOKEN=abc; NCCL_DEBUG=INFO", "+export HF_TOKEN=***; NCCL_DEBUG=INFO"),
