@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import Block, Span, Stretch, by_sequence, checked, chunk_length, joined, stretches
-from simreg_megatron.losses.roles import names_of, pair_counts
+from simreg_megatron.losses.roles import label_ids, pair_counts
 
 AT_ONCE = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Bytes that measuring may take in a log step: enough for a whole micro-batch of the presets."""
@@ -87,10 +87,10 @@ def row_cosines(
         return RowCosines._make(map(torch.cat, zip(*some, strict=True)))
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
     nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
-    names, found = names_of(labels, usable, documents), []
+    ids, found = label_ids(labels, usable, documents), []
     with no_autocast(embeddings.device.type):
         for stretch in _parts(stretches(labels.shape[1], chunk_size, anchors), embeddings):
-            block = _block_of_units(stretch, embeddings, names, usable, documents)
+            block = _block_of_units(stretch, embeddings, ids, usable, documents)
             strips = [_strip(block, span) for span in _strips(block)]
             found.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
     return RowCosines._make(map(joined, zip(*(found or [nothing]), strict=True)))
@@ -141,11 +141,6 @@ def _strip(block: Block, anchors: Span) -> tuple[Tensor, Tensor, Tensor]:
     of_others = cosines.masked_fill_(excluded, 0.0).sum(dim=-1)
     hardest = cosines.masked_fill_(excluded | ~block.usable.unsqueeze(-2), -math.inf).amax(dim=-1)
     return of_label, of_others, hardest
-
-
-def mean_angle_degrees(mean_cosine: float) -> float:
-    """arccos(mean_cosine) in degrees; NaN stays NaN, and what rounding put beyond +-1 is cut off."""
-    return math.degrees(math.acos(min(max(mean_cosine, -1.0), 1.0)))
 
 
 class Moments(NamedTuple):
@@ -224,7 +219,7 @@ class NormSums(NamedTuple):
 
 @torch.no_grad()
 def norm_table(embeddings: Tensor, weights: Tensor) -> Tensor:
-    """Sums over 1, |e_i| and |e_i|^2, each times the weight of its token: a NormSums as a tensor [..., 3].
+    """Sum 1, |e_i| and |e_i|^2, each times the weight of its token: a NormSums as a tensor [..., 3].
 
     Args:
         embeddings: [n..., d]; norms are taken in float64. A token of weight 0 may hold anything.

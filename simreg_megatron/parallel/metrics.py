@@ -214,19 +214,15 @@ class Metrics:
         return found
 
 
-def _mean(sums: Tensor, numerator: int, denominator: int) -> Tensor:
-    return (sums[numerator] / sums[denominator].clamp(min=1)).float()
-
-
 def named_losses(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
     """Name each objective's mean term, found in the given slot."""
     shown = {"simreg" if name == "none" else name: slot for name, slot in objectives.items()}
-    return {f"{name} loss": _mean(sums, slot, TOKENS) for name, slot in shown.items()}
+    return {f"{name} loss": (sums[slot] / sums[TOKENS].clamp(min=1)).float() for name, slot in shown.items()}
 
 
 def named_geometry(sums: Tensor, moments: list[Tensor]) -> dict[str, Tensor]:
     """Name cosines, norms, angles, and the isotropy of the states if moments were measured."""
-    positive, negative, largest = (_mean(sums, place, place + 1) for place in range(PAIRS.start, PAIRS.stop, 2))
+    positive, negative, largest = (total / number for total, number in sums[PAIRS].view(3, 2))
     norms, once, often = (NormSums(*sums[place].unbind()) for place in (NORMS, ONCE_NORMS, OFTEN_NORMS))
     named = {
         "simreg positive cosine": positive,
@@ -235,7 +231,7 @@ def named_geometry(sums: Tensor, moments: list[Tensor]) -> dict[str, Tensor]:
         "simreg norm": mean_norm(norms),
         "simreg norm variation": coefficient_of_variation(norms),
         "simreg norm difference of rare labels": cohens_d(once, often),
-        "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
+        "simreg mean angle": negative.clamp(-1.0, 1.0).acos().rad2deg(),
     }
     if moments:
         names = "simreg isotropy", "simreg effective rank", "simreg mean cosine"

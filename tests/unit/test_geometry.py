@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.losses import geometry
-from simreg_megatron.losses.geometry import NormSums, PairCosines, mean_angle_degrees, norm_table, pair_cosines
+from simreg_megatron.losses.geometry import NormSums, PairCosines, norm_table, pair_cosines
 from simreg_megatron.parallel.collectives import quantiles_over
 from tests.helpers.fixtures import fixture_f1, random_tokens
 
@@ -72,11 +72,6 @@ def test_nan_is_not_hidden() -> None:
     assert found.different_sum.isnan()
     assert found.hardest_sum.isnan()
     assert torch.isfinite(found.different_count)
-
-
-def test_mean_angle() -> None:
-    angles = {1.0: 0.0, 0.0: 90.0, -1.0: 180.0, 0.480223: 61.3, 0.275637: 74.0, 1.0000001: 0.0, -1.1: 180.0}
-    assert {cosine: mean_angle_degrees(cosine) for cosine in angles} == pytest.approx(angles, abs=1e-4)
 
 
 def isoscore_by_its_steps(rows: Tensor) -> float:
