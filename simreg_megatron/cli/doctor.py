@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +166,16 @@ def _print_seams() -> bool:
     """Print what SimReg needs of this Megatron; return whether all of it is there."""
     import torch
 
+    from simreg_megatron.plugin import hooks  # which imports torch
+
     if not torch.cuda.is_available():  # importing Megatron asks for CUDA
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
             cpu_backend.activate()
     print(f"Megatron {compat.megatron_version()}, and what the plugin wraps in it:")
-    complete, models = True, [compat.MODEL_SEAM]
+    complete, seams = True, [compat.MODEL_SEAM]
     with contextlib.suppress(compat.MegatronSeamError):
-        models = list(compat.model_seams())
-    joins = "parameters that an objective trains join the model"
-    constructors = [replace(seam, name="__init__", parameters=frozenset(), purpose=joins) for seam in models]
-    of_the_loop = compat.TRAINING_SEAMS if compat.has_training_loop() else ()
-    for seam in (*models, *constructors, *compat.mask_seams(), *of_the_loop, *compat.SCHEDULER_SEAMS):
+        seams = [seam for seam, _ in hooks.seams_to_wrap(with_flags=True)]
+    for seam in seams:
         found = "found"
         try:
             seam.holder()

@@ -99,7 +99,6 @@ SCHEDULER_SEAMS = tuple(
     Seam(*_SCHEDULER, name, "AdaGC's state is kept with the scheduler's in a checkpoint")
     for name in ("state_dict", "load_state_dict")
 )
-TRAINING_SEAMS = (ARGUMENTS_SEAM, HELPERS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
 
 _signature = functools.lru_cache(maxsize=32)(inspect.signature)

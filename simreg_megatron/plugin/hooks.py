@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`install()`: wrap a few functions of Megatron, one idea each, and give them back on `uninstall()`."""
+"""`install()`: wrap a few functions of Megatron; `uninstall()` restores them."""
 
 from __future__ import annotations
 
@@ -49,9 +49,26 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
         raise
 
 
+def seams_to_wrap(*, with_flags: bool) -> list[tuple[compat.Seam, Wrapper]]:
+    """List the functions of this Megatron that are wrapped, each with its wrapper."""
+    found: list[tuple[compat.Seam, Wrapper]] = []
+    for seam in compat.model_seams():
+        joins = "parameters that an objective trains join the model"
+        found.append((replace(seam, name="__init__", parameters=frozenset(), purpose=joins), model.prepare))
+        if seam in compat.FORWARD_SEAMS:
+            found.append((seam, model.regularize_forward))
+        else:
+            bypass = "a forward pass that bypasses it is an error"
+            found.append((seam, model.regularize))
+            found.append((replace(seam, name="forward", parameters=frozenset(), purpose=bypass), model.check_forward))
+    found += [(seam, model.keep_loss_mask) for seam in compat.mask_seams()]
+    if compat.has_training_loop():
+        found += (*_AROUND_LOOP, *_WITH_FLAGS) if with_flags else _AROUND_LOOP
+    return found
+
+
 def _install(config: SimRegConfig | None) -> None:
-    has_loop = compat.has_training_loop()
-    if config is None and not has_loop:
+    if config is None and not compat.has_training_loop():
         raise compat.MegatronSeamError(
             f"megatron-core {compat.megatron_version()} has no megatron.training to parse the --simreg-* flags: call "
             "install(config=SimRegConfig(lambda_=...)), or put a Megatron-LM source tree on PYTHONPATH"
@@ -61,26 +78,15 @@ def _install(config: SimRegConfig | None) -> None:
             "Megatron has parsed its flags already, without those of SimReg: call install() before, or pass the "
             "settings, install(config=SimRegConfig(lambda_=...))"
         )
-    models = compat.model_seams()
-    wrappers: list[tuple[compat.Seam, Wrapper]] = []
-    for seam in models:
-        wrappers.append((replace(seam, name="__init__", parameters=frozenset()), model.prepare))
-        if seam in compat.FORWARD_SEAMS:
-            wrappers.append((seam, model.regularize_forward))
-        else:
-            wrappers.append((seam, model.regularize))
-            wrappers.append((replace(seam, name="forward", parameters=frozenset()), model.check_forward))
-    wrappers += [(seam, model.keep_loss_mask) for seam in compat.mask_seams()]
-    if has_loop:
-        wrappers += _AROUND_LOOP if config is not None else (*_AROUND_LOOP, *_WITH_FLAGS)
+    seams = seams_to_wrap(with_flags=config is None)
     new = Installation(config, model.catch_inner_states)
     installation.keep(new)
-    new.model_classes = tuple(seam.holder() for seam in models)
-    for seam, wrapper in wrappers:  # if one is missing, `install` restores the others
+    new.model_classes = tuple(seam.holder() for seam in compat.model_seams())
+    for seam, wrapper in seams:  # if one is missing, `install` restores the others
         new.wrap(seam.holder(), seam.name, wrapper)
     if compat.is_untried_release():
         notices.warn(
-            f"SimReg was not yet tried with megatron-core {compat.megatron_version()}. It continues, as all functions "
+            f"SimReg has not been tried with megatron-core {compat.megatron_version()}. It continues, as all functions "
             "that it wraps exist; first compare a short run with --simreg-lambda 0 to one without the plugin"
         )
     if config is not None and new.regularizer().config.active:
