@@ -21,7 +21,7 @@ from simreg_megatron.losses._anchored import (
 )
 from simreg_megatron.losses._chunks import Block, is_number, label_pairs, self_pairs
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.objectives import TWICE, Kind, Objective, Options
+from simreg_megatron.objectives import Kind, Objective, Options
 
 PER_PAIR_TOKENS = 256  # longest chunk of form "per_pair", which holds chunk^3 numbers
 
@@ -195,8 +195,7 @@ CREG = Objective(
     name="creg", kind=Kind.PAIRS, temperature=0.1, terms=creg_terms,
     asks="each state of a label closer than all of other labels",
     options={"form": tuple(_LOSSES), "self_positive": ("never", "always")},
-    check=_check, not_offered={("prediction_consistency", "yes"): TWICE},
-    invariant=("scale", "rotation", "names", "order"),
+    check=_check, invariant=("scale", "rotation", "names", "order"),
 )  # fmt: skip
 SCE = Objective(
     name="sce", kind=Kind.PAIRS, temperature=0.1, terms=sce_terms,
@@ -208,6 +207,5 @@ SCE = Objective(
     idle_with={"target_temperature": ("coupling", 1), "target": ("coupling", 0)},
     excludes={("exclude_self=yes", "target=instance"):
               "exclude_self=yes leaves target=instance without its only entry: use target=label"},
-    not_offered={("keys", "ema"): "it needs a second model whose weights follow the first: leave the option out"},
     invariant=("scale", "rotation", "names", "order"),
 )  # fmt: skip

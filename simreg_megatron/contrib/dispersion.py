@@ -14,7 +14,7 @@ from torch import Tensor
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.contrib.shared import Add, Replicas, own_tokens, random_numbers, sum_over_sequence
 from simreg_megatron.kernels.precision import product
-from simreg_megatron.losses._anchored import check_temperature, doubt, log_sum, unit_rows
+from simreg_megatron.losses._anchored import check_temperature, log_sum, nan_if_not_finite, unit_rows
 from simreg_megatron.losses._chunks import checked, is_number
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.pairs import View
@@ -123,7 +123,7 @@ def dispersion_terms(
     order = random_numbers(shard.layout.length, seed=int(options["seed"]), iteration=iteration, device=rows.device)
     given = config.tau, int(options["tokens"]), float(options["clamp"])
     values = dispersion_value(rows, usable, positions, order, *given, lambda part: sum_over_sequence(part, shard))
-    return torch.where(usable, values.unsqueeze(-1) + doubt(rows), 0.0)
+    return torch.where(usable, values.unsqueeze(-1) + nan_if_not_finite(rows), 0.0)
 
 
 DISPERSION = Objective(

@@ -24,7 +24,7 @@ from simreg_megatron.contrib.shared import Replicas, own_tokens, sum_over, sum_o
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, check_temperature, unit_rows
 from simreg_megatron.losses._chunks import checked
-from simreg_megatron.objectives import TWICE, ExampleSettings, Kind, Objective
+from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
 
@@ -224,7 +224,6 @@ SIMCSE = Objective(
     name="simcse", kind=Kind.SEQUENCES, temperature=0.05, terms=simcse_terms,
     asks="two views of a sequence closer than other sequences", labels="no", sent="sums of states of each sequence",
     options={"view": VIEWS, "pooling": POOLINGS, "gather": ("no", "yes")},
-    not_offered={("view", "forward2"): TWICE},
     takes_rows=lambda options: True,
     example=ExampleSettings(chunk_size=None), invariant=("rotation", "names"),
 )  # fmt: skip

@@ -15,9 +15,9 @@ import functools
 import importlib.metadata
 import math
 
-from simreg_megatron.objectives.record import TWICE, ExampleSettings, Kind, Objective, Options, Scalar
+from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, Options, Scalar
 
-__all__ = ["BUILT_IN", "GROUP", "TWICE", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
+__all__ = ["BUILT_IN", "GROUP", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
 GROUP_REDUCTIONS = ("sum", "mean")
 FORMS = ("triton", "tiled")  # of SimReg: the fast ones
@@ -60,7 +60,7 @@ def find(name: str) -> Objective:
     points = [*importlib.metadata.entry_points(group=GROUP, name=name)]  # of several packages, or a name of this one
     if len({point.value for point in points}) + (name in BUILT_IN) > 1:  # the import path would decide between them
         packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
-        also = ", and is one of its own" if name in BUILT_IN else ""
+        also = " and simreg-megatron" if name in BUILT_IN else ""
         how = "uninstall one of these packages, or rename its objective"
         raise ValueError(f"SimReg objective {name} is brought by {packages}{also}: {how}")
     if name in _CORE:
@@ -72,11 +72,12 @@ def find(name: str) -> Objective:
     source = f"SimReg objective {name} comes from {points[0].value}, which"
     try:
         record: Objective = points[0].load()
-        fault = f"it is not an Objective of that name but {getattr(record, 'name', type(record).__name__)!r}"
-        fault = record.fault() if isinstance(record, Objective) and record.name == name else fault
     except Exception as error:
         raise ValueError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
-    if fault:
+    if not isinstance(record, Objective) or record.name != name:
+        own = getattr(record, "name", type(record).__name__)
+        raise ValueError(f"{source} is wrong: it is not an Objective of that name but {own!r}")
+    if fault := record.fault():
         raise ValueError(f"{source} is wrong: {fault}")
     return record
 

@@ -17,7 +17,6 @@ OptionKind = tuple[str, ...] | int | float | str
 they are "yes" and "no"); or the default number: an int takes whole numbers from 0 only, a float any number; or a
 default word that stands for whole numbers with slashes, such as 64/128."""
 Options = Mapping[str, str | float | bool]
-TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
 
 
 class Kind(enum.Enum):
@@ -79,7 +78,6 @@ class Objective:
         idle_with: by name of an option, the other one (or several, "a b") and the value with which it has no effect.
         excludes: what is wrong with some choices together, such as ("exclude_self=yes", "target=instance").
         other_options: options that only the plugin reads; they are not passed to the terms.
-        not_offered: (option, value) of the original method that the plugin does not support, and why.
         terms: computes its terms, see `Kind`; None for SimReg.
         check: (options, temperature, chunk size); raises ValueError for settings that contradict each other.
         scalars: (options, temperature); the parameters that it trains itself, by name.
@@ -110,7 +108,6 @@ class Objective:
     idle_with: Mapping[str, tuple[str, str | float]] = field(default_factory=dict)
     excludes: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     other_options: tuple[str, ...] = ()
-    not_offered: Mapping[tuple[str, str], str] = field(default_factory=dict)
     terms: Callable[..., Any] | None = None
     check: Callable[[Options, float, int], None] = lambda options, temperature, chunk_size: None
     scalars: Callable[[Options, float], Mapping[str, Scalar]] = lambda options, temperature: {}
@@ -188,10 +185,11 @@ def checked_options(objective: Objective, value: object) -> Pairs:
     own = f"{objective.name}."
     known, given = objective.options, {name.removeprefix(own): setting for name, setting in words(value)}
     for name, setting in given.items():
-        why = objective.not_offered.get((name, str(setting)))
-        if why or name not in known:
-            why = why or f"its options are {', '.join(known) or 'none'}"
-            raise ValueError(f"SimReg objective {objective.name} does not support {name}={setting}: {why}")
+        if name not in known:
+            raise ValueError(
+                f"SimReg objective {objective.name} does not support {name}={setting}: its options are "
+                f"{', '.join(known) or 'none'}"
+            )
     values = {name: checked_option(name, known[name], given.get(name)) for name in known}
     chosen, faults = {f"{name}={setting}" for name, setting in values.items()}, []
     for name, (least, most) in objective.limits.items():

@@ -96,7 +96,7 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
             ("named", "which is wrong: it is not an Objective of that name but 'sce'"),
             ("empty", "which is wrong: it has no function that computes its terms"),
             ("cold", "its terms do not take temperature"),
-            ("creg", "creg is brought by creg, and is one of its own: uninstall one"),
+            ("creg", "creg is brought by creg and simreg-megatron: uninstall one"),
         ):
             with pytest.raises(ValueError, match=sentence):
                 objectives.find(name)
