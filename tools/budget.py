@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.budget`: count lines of the package, of the other folders, and flags, against their budgets.
+"""`python -m tools.budget`: compare lines of the package and of the other folders, and flags, with tools/budget.csv.
 
-Part of `make lint`, which fails where one has grown. `--write` puts the present numbers into tools/budget.csv: a commit
-that does so says why. Shrinking needs no word, and `--write` keeps what was gained.
+Part of `make lint`, which fails where one has grown. A commit that raises a budget says why.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, BUDGET = ROOT / "simreg_megatron", ROOT / "tools" / "budget.csv"
 LONGEST_FILE = 300
-STEP = 50
-"""A budget is at least half of this above what is there, and a multiple of it: a small fix needs no explanation."""
 
 
 def counted(package: Path = PACKAGE) -> dict[str, int]:
-    """Lines by room, blank ones left out; files above LONGEST_FILE lines; and flags of Megatron's parser."""
+    """Count lines by folder, blank ones left out; files above LONGEST_FILE lines; and flags of Megatron's parser."""
+    from simreg_megatron.config.flags import add_simreg_arguments
+
     lines: Counter[str] = Counter()
     long_files = 0
     for path in sorted(package.rglob("*.py")):
@@ -34,7 +30,7 @@ def counted(package: Path = PACKAGE) -> dict[str, int]:
         long_files += len(text) > LONGEST_FILE
     found = dict(lines) | {
         f"files above {LONGEST_FILE} lines": long_files,
-        "flags": _flags(),
+        "flags": len(add_simreg_arguments(argparse.ArgumentParser(add_help=False))._actions),
         "core": sum(lines.values()) - lines["contrib"] - lines["tools"],
         "wheel": sum(lines.values()),
     }
@@ -44,53 +40,20 @@ def counted(package: Path = PACKAGE) -> dict[str, int]:
     return found
 
 
-def _flags() -> int:
-    from simreg_megatron.config.flags import add_simreg_arguments
-
-    parser = add_simreg_arguments(argparse.ArgumentParser(add_help=False))
-    return len(parser._actions)
-
-
-def allowed(file: Path = BUDGET) -> dict[str, int]:
-    with file.open(encoding="utf-8", newline="") as stream:
+def allowed() -> dict[str, int]:
+    """Return the most that each number may be."""
+    with BUDGET.open(encoding="utf-8", newline="") as stream:
         return {row["what"]: int(row["most"]) for row in csv.DictReader(stream)}
 
 
-def write(now: dict[str, int], file: Path = BUDGET) -> None:
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["what", "most"])
-        for what, number in sorted(now.items()):
-            writer.writerow([what, -(-(number + STEP // 2) // STEP) * STEP if number >= STEP else number])
-
-
-def grown(now: dict[str, int], most: dict[str, int]) -> list[str]:
-    """One sentence for each number that is above its budget, or has none."""
-    return [
-        f"{what}: {number}, and {most[what]} are allowed" if what in most else f"{what}: {number}, and it has no budget"
-        for what, number in sorted(now.items())
-        if number > most.get(what, -1)
-    ]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.budget", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="allow what is there now")
-    options = parser.parse_args()
-    now = counted()
-    if options.write:
-        write(now)
-    most = allowed()
-    table = Table("room", "lines", "at most", box=None)
-    for what, number in sorted(now.items()):
-        table.add_row(what, str(number), str(most.get(what, "")))
-    Console().print(table)
-    wrong = grown(now, most)
-    for sentence in wrong:
-        print(f"{sentence}: make it smaller, or `python -m tools.budget --write` and say why in the commit")
-    return 1 if wrong else 0
+    """Print each number next to its budget; return 1 if one is larger, or has none."""
+    most, is_over = allowed(), False
+    for what, number in sorted(counted().items()):
+        grown = number > most.get(what, -1)
+        is_over |= grown
+        print(f"{what:<24}{number:>8}{most.get(what, 0):>8}{'  make it smaller, or raise its budget' * grown}")
+    return int(is_over)
 
 
 if __name__ == "__main__":

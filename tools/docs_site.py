@@ -54,7 +54,7 @@ def targets(path: str, markdown: str) -> Iterator[str]:
 
 
 def rewritten(path: str, markdown: str) -> str:
-    """The page with every relative link leading to its target's place in the site."""
+    """Make every relative link of a page lead to its target's place in the site."""
     here = posixpath.dirname(place(path))
 
     def there(link: re.Match[str]) -> str:
@@ -65,7 +65,7 @@ def rewritten(path: str, markdown: str) -> str:
 
 
 def listing(folder: str) -> str:
-    """A page for a folder of the source: what is in it, with the first line of what each says about itself."""
+    """Write a page for a folder of the source: what is in it, with the first line of what each says about itself."""
     lines = [f"# {folder}/", "", "| | |", "|---|---|"]
     for path in sorted((ROOT / folder).iterdir()):
         if path.is_dir() and path.name != "__pycache__":
@@ -76,7 +76,7 @@ def listing(folder: str) -> str:
 
 
 def _purpose(path: Path) -> str:
-    """The first line of a module's docstring; empty for other files."""
+    """Return the first line of a module's docstring; empty for other files."""
     if path.suffix != ".py" or not path.exists():
         return ""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -104,7 +104,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _markdown(path: str) -> str | None:
-    """The Markdown of a page or a folder; None for a file that is none."""
+    """Return the Markdown of a page or a folder; None for a file that is none."""
     if (ROOT / path).is_dir():
         return listing(path)
     return (ROOT / path).read_text(encoding="utf-8") if path.endswith(".md") else None

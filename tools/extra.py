@@ -15,7 +15,7 @@ SETUP = Path(__file__).resolve().parent.parent / "setup.py"
 
 
 def requirements(name: str) -> list[str]:
-    """The list that setup.py assigns to `name`.
+    """Return the list that setup.py assigns to `name`.
 
     Raises:
         KeyError: there is none.

@@ -21,7 +21,7 @@ class NotReady(ValueError):
 
 
 def notes(tag: str, root: Path = ROOT) -> str:
-    """The changelog's part on the version of the tag.
+    """Return the changelog's part on the version of the tag.
 
     Raises:
         NotReady: the tag is no version, or one of the three places has another.

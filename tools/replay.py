@@ -58,7 +58,7 @@ def settings() -> Iterator[dict[str, Any]]:
 
 
 def results(cases: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Digests of the training and of the log, or the sentence of an error, by case."""
+    """Return digests of the training and of the log, or the sentence of an error, by case."""
     found = {}
     for given in cases:
         for dtype in ("float32", "bfloat16"):
@@ -75,11 +75,8 @@ def _digests(given: dict[str, Any], dtype: str) -> tuple[str, str]:
 
     from simreg_megatron import SimRegConfig
     from simreg_megatron.parallel import learnable
-
-    try:
-        from simreg_megatron.plugin.term import Regularizer
-    except ImportError:  # at an older commit
-        from simreg_megatron.plugin.regularizer import Regularizer
+    from simreg_megatron.plugin.compat import ALONE
+    from simreg_megatron.plugin.term import Regularizer
 
     torch.manual_seed(0)
     try:
@@ -100,7 +97,7 @@ def _digests(given: dict[str, Any], dtype: str) -> tuple[str, str]:
     result = regularizer.add_to(loss, regularizer.terms(model, hidden_states, labels, mask))
     (result * mask).sum().backward()
     parts = [result, loss.grad, hidden_states.grad, *(parameter.grad for parameter in model.parameters())]
-    log = [torch.as_tensor(value) for _, value in sorted(regularizer.metrics.reduce(_Alone()).items())]
+    log = [torch.as_tensor(value) for _, value in sorted(regularizer.metrics.reduce(ALONE).items())]
     return _digest(parts), _digest(log)
 
 
@@ -111,32 +108,24 @@ def _digest(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-class _Alone:
-    """A process group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 def _model() -> Any:
-    """As much of a GPTModel as objectives ask for."""
+    """Make as much of a GPTModel as objectives need."""
     from types import SimpleNamespace
 
     import torch
 
+    from simreg_megatron.plugin.compat import ALONE
+
     model = torch.nn.Module()
     model.output_layer = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
     model.config = SimpleNamespace(sequence_parallel=False, hidden_size=WIDTH)
-    model.pg_collection = SimpleNamespace(tp=_Alone(), cp=_Alone(), dp_cp=_Alone())
+    model.pg_collection = SimpleNamespace(tp=ALONE, cp=ALONE, dp_cp=ALONE)
     model.share_embeddings_and_output_weights = False
     return model
 
 
 def kernels() -> dict[str, str]:
-    """A digest of the code of each kernel, by what it was compiled for."""
+    """Return a digest of the code of each kernel, by what it was compiled for."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.helpers.compile_kernels", "90"]
     lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -170,7 +159,7 @@ def at_commit(ref: str, cases: list[dict[str, Any]], *, with_kernels: bool) -> d
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Cases that both know and whose bits differ; what one alone knows is no difference of bits."""
+    """List cases that both know and whose bits differ; what one alone knows is no difference of bits."""
     return [name for name in before if name in now and before[name] != now[name]]
 
 

@@ -89,7 +89,7 @@ class Stamp(NamedTuple):
 
 
 def stamp(name: str, root: Path = ROOT) -> str:
-    """The line for a table that is made now."""
+    """Return the line for a table that is made now."""
     return f"At commit {_commit(TABLES[name].code, root)}, code {digest(TABLES[name].code, root)} ({_WHY})."
 
 
@@ -137,7 +137,7 @@ def _files(glob: str, root: Path) -> list[Path]:
 
 
 def _words(node: object, *, is_error: bool = False) -> Iterator[str]:
-    """A syntax tree as text, the same in every Python: without places, and without what is empty."""
+    """Write a syntax tree as text, the same in every Python: without places, and without what is empty."""
     if isinstance(node, list):
         for each in node:
             if not _is_docstring(each):
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(names: Sequence[str]) -> int:
-    """One after another: they are measured, or time each other out, if anything else runs."""
+    """Make them one after another: they are measured, or time each other out, if anything else runs."""
     failed = []
     for name in names:
         more = os.environ.get(f"{name.upper()}_ARGS", "")
