@@ -22,6 +22,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import refuse
 from simreg_megatron.plugin import compat, installation, log, model
 from simreg_megatron.plugin import loop as plugin_loop
+from simreg_megatron.plugin.loop import begin_step
 from simreg_megatron.plugin.refusals import WAY_OUT
 
 __all__ = ["begin_run", "begin_step", "end_step", "settings", "wrap_model"]
@@ -43,21 +44,6 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     plugin_loop.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
 
-def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
-    """Call before each step.
-
-    Args:
-        iteration: number of the step, from 0; a resumed run continues the count.
-        measures: whether to measure cosines, angles and margins in this step for the log. Other steps compute nothing
-            with objective none, and after a schedule has switched the term off.
-        num_iterations: length of the whole training; required by a lambda schedule that depends on it.
-
-    Raises:
-        RuntimeError: the lambda schedule needs `num_iterations`.
-    """
-    plugin_loop.begin_step(iteration, measures=measures, num_iterations=num_iterations)
-
-
 def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
     """Call after each step. If `reduces`, returns SimReg's means since the last reduction by log name, else nothing.
 
@@ -70,7 +56,7 @@ def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
     regularizer = installation.regularizer()
     if not regularizer.config.active:
         return {}
-    regularizer.refuse_silence(models)
+    regularizer.check_gradient_arrived(models)
     return log.reduced_means(compat.language_models(models)[0]) if reduces else {}
 
 

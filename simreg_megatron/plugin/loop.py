@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in place of functions of Megatron's loop, and calls them; and what any loop does before a step."""
+"""Wrappers of functions of Megatron's loop, and what any loop does before a step."""
 
 from __future__ import annotations
 
@@ -131,7 +131,17 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
-    """Implement `simreg_megatron.loop.begin_step`, for any loop."""
+    """Call before each step.
+
+    Args:
+        iteration: number of the step, from 0; a resumed run continues the count.
+        measures: whether to measure cosines, angles and margins in this step for the log. Other steps compute nothing
+            with objective none, and after a schedule has switched the term off.
+        num_iterations: length of the whole training; required by a lambda schedule that depends on it.
+
+    Raises:
+        RuntimeError: the lambda schedule needs `num_iterations`.
+    """
     regularizer = installation.regularizer()
     regularizer.set_iteration(iteration, num_iterations)
     regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry
@@ -150,7 +160,7 @@ def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     # Megatron counts the iterations of the whole training where it is given samples, too.
     begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
     result = train_step(*args, **kwargs)
-    regularizer.refuse_silence(given["model"])
+    regularizer.check_gradient_arrived(given["model"])
     return result
 
 
