@@ -66,8 +66,8 @@ def table(lines: list[Record]) -> Iterator[str]:
 
 def _plan_packed_row(shift: int) -> None:
     """Plan one that was not seen before: documents of 2048 tokens but for the first two."""
-    borders = (0, 2048 - shift, *range(4096, 131073, 2048))
-    row_plan(ShardLayout(131072, 8, borders=borders), (3, 0), Cutting(1024))
+    cu_seqlens = (0, 2048 - shift, *range(4096, 131073, 2048))
+    row_plan(ShardLayout(131072, 8, cu_seqlens=cu_seqlens), (3, 0), Cutting(1024))
 
 
 def _step(form: str) -> Callable[[], None]:

@@ -63,5 +63,5 @@ def ended(rank: int, exitcode: int) -> int:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its modules are `launch.`'s, and must not stand before anybody else's
+    del sys.path[0]  # this folder: its modules are `launch.`'s, and must not hide others of the same names
     sys.exit(main(sys.argv[1:]))

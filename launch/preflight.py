@@ -49,14 +49,13 @@ def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     from simreg_megatron.config.flags import add_simreg_arguments, config_from_args
 
     parser = _Refusing(allow_abbrev=False)
-    parser.add_argument("--num-layers", type=int)  # two settings of Megatron's that ours are checked with
-    parser.add_argument("--clip-grad", type=float)
+    parser.add_argument("--clip-grad", type=float)  # of Megatron's, with which ours are checked
     add_simreg_arguments(parser)
     if (value := flag_value(flags, "--simreg-cpu")) not in (None, "", "force"):
         raise LaunchError(f"--simreg-cpu takes no value, or force, not {value!r}")
-    own = [flag for flag in flags if _is_own(flag) and flag_name(flag) != "--simreg-cpu"]
-    known = [flag for flag in flags if flag_name(flag) in ("--num-layers", "--clip-grad")]
-    return config_from_args(parser.parse_known_args(flatten([*own, *known]))[0])
+    read = [flag for flag in flags if _is_own(flag) or flag_name(flag) == "--clip-grad"]
+    words = flatten(flag for flag in read if flag_name(flag) != "--simreg-cpu")
+    return config_from_args(parser.parse_known_args(words)[0])
 
 
 def check_load(flags: Sequence[Flag]) -> None:

@@ -116,10 +116,10 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
     """Return where the documents of a packed micro-batch begin and end; None if sequences are not packed."""
     if batch["cu_seqlens"] is None:
         return None
-    borders, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
-    update_seqlen_stats_from_cu_seqlens(borders)  # for the FLOP/s of Megatron's log
+    cu_seqlens, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
+    update_seqlen_stats_from_cu_seqlens(cu_seqlens)  # for the FLOP/s of Megatron's log
     lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest, "tokens_per_sample": get_args().seq_length}
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, **lengths)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, **lengths)
 
 
 def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -205,7 +205,7 @@ def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int],
 
 
 def _apart(named: Iterable[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
-    """Bool [N]: parameters of detached prediction heads, which have a norm of their own, or None. A collective."""
+    """Find parameters of detached prediction heads, which have a norm of their own: bool [N], or None. A collective."""
     theirs = {entry.name for entry in named if getattr(entry.parameter, "grad_norm_group", None) is not None}
     found = torch.tensor([name in theirs for name in slots], dtype=torch.int64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)

@@ -151,7 +151,7 @@ def gradient_of(tensor: Any) -> Tensor | None:
 
 
 def _shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Along the lists that Megatron copies the gradients along: positions in its parameter groups mix up data types."""
+    """Yield parameter and shard from the lists of Megatron's own copies: its parameter groups mix up data types."""
     model16, shard16, main16, model32, shard32 = (_flat(getattr(optimizer, name)) for name in _OF_SHARDS)
     for parameter, shard, main in zip(model16, shard16, main16, strict=True):
         yield (shard if main is None else main), parameter  # a precision-aware optimizer has no main parameters

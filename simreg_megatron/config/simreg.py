@@ -116,7 +116,7 @@ class SimRegConfig:
                f"{values.spoken(name, given[name])} has no effect on objective {self.objective}: drop it")
               for name in self.idle_settings),
             (self.placement != "post-norm" and "final" not in self.layers,
-             f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
+             f"SimReg placement {self.placement} has no effect on numbered layers, whose output no norm follows: "
              "drop it, or add final to the layers"),
             *((given[name] != _DEFAULTS[name] and not self.trains,
                f"SimReg {name.replace('_', ' ')} has no effect while lambda is 0 or with objective none: drop it")

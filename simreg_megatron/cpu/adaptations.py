@@ -35,11 +35,11 @@ def adapt_megatron() -> None:
     core_utils.tex = SimpleNamespace(thd_get_partitioned_indices=_rows_of_a_rank)
 
 
-def _rows_of_a_rank(borders: Any, length: int, size: int, rank: int) -> Any:
+def _rows_of_a_rank(cu_seqlens: Any, length: int, size: int, rank: int) -> Any:
     """Cut packed rows over context ranks, as Transformer Engine's kernel does."""
     from simreg_megatron.cpu.attention import zigzag_positions
 
-    return zigzag_positions(length, size, borders)[rank]
+    return zigzag_positions(length, size, cu_seqlens)[rank]
 
 
 def _build_for_this_python(build: Callable[[], None]) -> None:

@@ -46,20 +46,20 @@ def adapt(attention: Any) -> None:
                 "on the CPU, sliding-window attention works on whole, unpacked sequences only: "
                 "leave out --window-size, or both --context-parallel-size and packed sequences"
             )
-        borders = None
+        cu_seqlens = None
         if packed_seq_params is not None:
             query, key, value = (packed.unsqueeze(1) for packed in (query, key, value))  # THD -> T1HD
             padded = packed_seq_params.cu_seqlens_q_padded  # where documents are padded, the rows follow these
-            borders = packed_seq_params.cu_seqlens_q if padded is None else padded
+            cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
         own = torch.arange(len(query))
         if group is not None:
-            positions = zigzag_positions(len(key) * group.size(), group.size(), borders)
+            positions = zigzag_positions(len(key) * group.size(), group.size(), cu_seqlens)
             # Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows.
             gathered = (gather_from_sequence_parallel_region(part.contiguous(), group=group) for part in (key, value))
             key, value = (part[positions.flatten().argsort()] for part in gathered)
             own = positions[group.rank()]
-        if borders is not None:
-            attention_mask = packed_mask(borders, len(key))[:, :, own]
+        if cu_seqlens is not None:
+            attention_mask = packed_mask(cu_seqlens, len(key))[:, :, own]
         elif attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
             attention_mask = causal_mask(own, len(key))
         return attend(self, query, key, value, attention_mask, **options)
@@ -74,13 +74,13 @@ def _context_group(attention: Any, packed_seq_params: Any) -> Any:
     return group if group.size() > 1 else None
 
 
-def zigzag_positions(length: int, ranks: int, borders: Tensor | None = None) -> Tensor:
+def zigzag_positions(length: int, ranks: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """Positions on the sequence of the rows of each context rank, [ranks, length / ranks].
 
     The sequence is cut into 2 * ranks blocks; rank r holds block r and, after it, block 2 * ranks - 1 - r. A packed row
-    is cut in the same way inside each document, at whose `borders` see `packed_mask`.
+    is cut in the same way inside each document, at whose `cu_seqlens` see `packed_mask`.
     """
-    documents = torch.arange(length).tensor_split([] if borders is None else borders[1:-1].tolist())
+    documents = torch.arange(length).tensor_split([] if cu_seqlens is None else cu_seqlens[1:-1].tolist())
     blocks = [document.view(2 * ranks, len(document) // (2 * ranks)) for document in documents]
     return torch.cat([half for cut in blocks for half in (cut[:ranks], cut[ranks:].flip(0))], dim=1)
 
@@ -90,11 +90,11 @@ def causal_mask(positions: Tensor, length: int) -> Tensor:
     return (torch.arange(length) > positions[:, None])[None, None]
 
 
-def packed_mask(borders: Tensor, length: int) -> Tensor:
+def packed_mask(cu_seqlens: Tensor, length: int) -> Tensor:
     """True where a key lies after the query or in another document: [1, 1, length, length].
 
-    `borders` are the first token of every document, and one past the last token, ascending from 0.
+    `cu_seqlens` are the first token of every document, and one past the last token, ascending from 0.
     """
     positions = torch.arange(length)
-    document = torch.bucketize(positions, borders[1:].to(positions.dtype), right=True)
+    document = torch.bucketize(positions, cu_seqlens[1:].to(positions.dtype), right=True)
     return causal_mask(positions, length) | (document != document[:, None])[None, None]

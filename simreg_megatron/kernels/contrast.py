@@ -39,10 +39,10 @@ class Tokens(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors that the gradient needs in addition to the rows and the pull of each token."""
+    """Tensors that the gradient needs in addition to the rows and the coefficients of each token."""
 
     documents: Tensor | None  # [b, c, k], or None
-    names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
+    label_ids: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
     scale: Tensor  # 1 / |row| times a constant of the form [b, c, k]
     pairs: Tensor  # P of all pairs, in an order of the form's own; empty where it is computed again
 
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
     """Results of the forward for the anchors."""
 
     terms: Tensor  # log(1 + S_neg / S_pos) [b, c, p]; 0 where there are no negatives, or the token is not usable
-    slopes: Tensor  # (a, b) for a gradient of 1, [2, b, c, p]: times the gradient they are the pull
+    slopes: Tensor  # (a, b) for a gradient of 1, [2, b, c, p]: times the gradient of the term they are the coeffs
     kept: Kept
 
 
@@ -85,12 +85,12 @@ class Form(ABC):
         return self.finish(part, sums, anchors, temperature)
 
     @abstractmethod
-    def pull_back(
-        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    def backward(
+        self, rows: Tensor, kept: Kept, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
         """Write the gradient of the anchors' rows into `grad` [b, c, p, d]. It may write over `kept.pairs`.
 
-        `pull` is (a, b) of all tokens, [2, b, c, k]: those that are anchors on other ranks have theirs, too.
+        `coeffs` are (a, b) of all tokens, [2, b, c, k]: those that are anchors on other ranks have theirs, too.
         """
 
     @abstractmethod
@@ -136,7 +136,7 @@ class _ContrastTerms(torch.autograd.Function):
         rows, slopes, *saved = ctx.saved_tensors
         (temperature, form), (kept,) = ctx.options, without_spent_pairs(ctx, [Kept(*saved)])
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        form.pull_back(rows, kept, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
+        form.backward(rows, kept, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
         return grad, None, None, None, None, None
 
 

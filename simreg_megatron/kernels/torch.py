@@ -103,7 +103,7 @@ class _Chunks:
         self.slab, self.rows, self.c, self._room = slab, rows[slab], c, room  # merged tile by tile: no copy of all rows
         num_chunks, first = rows.shape[0] * rows.shape[1], slab[0].start * rows.shape[1] + slab[1].start
         self.numbers = own = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
-        self.names, self.scale, self._bias, self._masked = (part.flatten(0, 1)[own] for part in per_token)
+        self.ids, self.scale, self._bias, self._masked = (part.flatten(0, 1)[own] for part in per_token)
         self.documents = None if kept.documents is None else kept.documents.flatten(0, 1)[own]
         self.kept = kept.pairs.view(num_chunks, -1)[own].view(-1) if kept.pairs.numel() else None
 
@@ -113,7 +113,7 @@ class _Chunks:
             left = self.factor(one)
             for other in others:
                 if self.kept is not None:
-                    shape = len(self.names), one[1] - one[0], other[1] - other[0]
+                    shape = len(self.ids), one[1] - one[0], other[1] - other[0]
                     place = self.kept[position : position + math.prod(shape)].view(shape)
                     position += place.numel()
                 yield Tile(one, other, left, left if other == one else self.factor(other), place)
@@ -133,10 +133,10 @@ class _Chunks:
         of_rows = both.sum(dim=-1)
         return of_rows, of_rows if tile.one == tile.other else both.sum(dim=-2)
 
-    def weights(self, tile: Tile, pull: Tensor) -> Tensor:
+    def weights(self, tile: Tile, coeffs: Tensor) -> Tensor:
         """Compute H_ij [m, r, s] from (a, -b) of all tokens [2, m, k]."""
         both, buffer = self._matrices(tile, 1, 2), self._matrices(tile, 0, 1)[0]
-        torch.add(pull[:, :, slice(*tile.one), None], pull[:, :, None, slice(*tile.other)], out=both)
+        torch.add(coeffs[:, :, slice(*tile.one), None], coeffs[:, :, None, slice(*tile.other)], out=both)
         found = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
         return found.mul_(self._exponentials(tile, buffer) if tile.kept is None else tile.kept)
 
@@ -159,17 +159,17 @@ class _Chunks:
 
     def _differs(self, tile: Tile, into: Tensor) -> Tensor:
         """Write 1 where labels differ and 0 where they are equal, [m, r, s]."""
-        return torch.ne(self.names[:, slice(*tile.one), None], self.names[:, None, slice(*tile.other)], out=into)
+        return torch.ne(self.ids[:, slice(*tile.one), None], self.ids[:, None, slice(*tile.other)], out=into)
 
     def _matrices(self, tile: Tile, first: int, count: int) -> Tensor:
-        shape = len(self.names), tile.left.shape[1], tile.right.shape[1]
+        shape = len(self.ids), tile.left.shape[1], tile.right.shape[1]
         return self._room[first : first + count, : math.prod(shape)].view(count, *shape)
 
 
-def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, region: Span, grad: Tensor) -> None:
+def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], coeffs: Tensor, region: Span, grad: Tensor) -> None:
     """Write the gradient of the anchors in a region into `grad` [b, c, p, d]."""
     is_in_place = grad.dtype == chunks.scale.dtype and (grad.is_contiguous() or 1 in grad.shape[:2])
-    shape = len(chunks.names), *grad.shape[2:]
+    shape = len(chunks.ids), *grad.shape[2:]
     of_factor = grad.flatten(0, 1) if is_in_place else grad.new_empty(shape, dtype=chunks.scale.dtype)
     is_one_tile = len(steps) == len(steps[0][1]) == 1
     if not is_one_tile:
@@ -179,7 +179,7 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
         return of_factor[:, span[0] - region[0] : span[1] - region[0]]
 
     for tile in chunks.tiles(steps):
-        weights = chunks.weights(tile, pull)
+        weights = chunks.weights(tile, coeffs)
         at(tile.one).baddbmm_(weights, tile.right, beta=0 if is_one_tile else 1)
         if tile.one != tile.other and region[0] <= tile.other[0] < region[1]:
             at(tile.other).baddbmm_(weights.mT, tile.left)
@@ -207,7 +207,7 @@ class TorchForm(Form):
             steps = [(one, own[number:]) for number, one in enumerate(own)]
             steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
         # Pairs off the diagonal count for their columns, too, where these are mirrored.
-        sums = torch.zeros(2, *part.names.shape, dtype=torch.float64, device=rows.device)
+        sums = torch.zeros(2, *part.label_ids.shape, dtype=torch.float64, device=rows.device)
         with full_float32():
             for chunks in _slabs(rows, part, temperature, plan):
                 of_slab = sums.flatten(1, 2)[:, chunks.numbers]
@@ -219,19 +219,19 @@ class TorchForm(Form):
         return part, sums[..., wanted]
 
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
-        names, scale = part.names[..., slice(*anchors)], part.scale[..., slice(*anchors)]
+        label_ids, scale = part.label_ids[..., slice(*anchors)], part.scale[..., slice(*anchors)]
         total, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
         # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
-        ratio = (negative / total).addcdiv_(scale, scale, value=0.0).masked_fill_(names < 0, 0.0)
+        ratio = (negative / total).addcdiv_(scale, scale, value=0.0).masked_fill_(label_ids < 0, 0.0)
         slope = total * temperature
         a = slope.addcmul_(slope, ratio).reciprocal_().masked_fill_(ratio == 0, 0.0)
         return Measured(ratio.log1p(), torch.stack([a, a * ratio]), part)
 
-    def pull_back(
-        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    def backward(
+        self, rows: Tensor, kept: Kept, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
         plan = plan_for(rows, anchors, by_document=kept.documents is not None)
-        signed = torch.stack([pull[0], -pull[1]]).flatten(1, 2)
+        signed = torch.stack([coeffs[0], -coeffs[1]]).flatten(1, 2)
         with full_float32():
             for chunks in _slabs(rows, kept, temperature, plan):
                 for region in cut(anchors, plan.region):
@@ -244,7 +244,7 @@ class TorchForm(Form):
 
 
 def _prepared(tokens: Tokens, temperature: float) -> Kept:
-    """Compute scale, NaN or 0 for a row that is not finite, and names of the tokens; zero rows are not usable.
+    """Compute scale, NaN or 0 for a row that is not finite, and label_ids of the tokens; zero rows are not usable.
 
     The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
     """
@@ -257,11 +257,11 @@ def _prepared(tokens: Tokens, temperature: float) -> Kept:
         norms[:, :, first:last] = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64)
     usable = torch.logical_and(tokens.usable, norms)  # a NaN counts, as any number but 0
     scale = norms.mul_(math.sqrt(temperature * math.log(2))).reciprocal_().to(_sum_dtype(rows))
-    names = token_names(tokens.labels, usable)
-    return Kept(tokens.documents, names, scale.masked_fill_(~usable, 0.0), scale.new_empty(0))
+    label_ids = label_ids_of(tokens.labels, usable)
+    return Kept(tokens.documents, label_ids, scale.masked_fill_(~usable, 0.0), scale.new_empty(0))
 
 
-def token_names(labels: Tensor, usable: Tensor) -> Tensor:
+def label_ids_of(labels: Tensor, usable: Tensor) -> Tensor:
     """Replace labels [..., k] by small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
     signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
     known = torch.where(usable, signed, -1).contiguous()
@@ -271,7 +271,7 @@ def token_names(labels: Tensor, usable: Tensor) -> Tensor:
 
 def _slabs(rows: Tensor, kept: Kept, temperature: float, plan: Plan) -> Iterator[_Chunks]:
     """Yield the chunks that are worked on together: several sequences, or several chunks of one."""
-    masked, c = kept.names < 0, temperature * math.log(2)
+    masked, c = kept.label_ids < 0, temperature * math.log(2)
     bias = torch.full_like(kept.scale, -1.0 / c).masked_fill_(masked, -math.inf)
     room = kept.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
     num_sequences, num_chunks = rows.shape[:2]
@@ -279,7 +279,7 @@ def _slabs(rows: Tensor, kept: Kept, temperature: float, plan: Plan) -> Iterator
     for sequence in range(0, num_sequences, sequences):
         for chunk in range(0, num_chunks, chunks):
             slab = slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
-            yield _Chunks(rows, kept, (kept.names, kept.scale, bias, masked), c, slab, room)
+            yield _Chunks(rows, kept, (kept.label_ids, kept.scale, bias, masked), c, slab, room)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

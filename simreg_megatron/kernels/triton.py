@@ -55,12 +55,12 @@ PRODUCT = {
 WEIGHTS = {"ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 _TOKENS = 512  # that a program of `_terms` takes
 NORMS = {"TOKENS": 8, "FEATURES": 256, "num_warps": 2}
-"""Tile of `_names_and_norms`: rows of a program, and features of a row at a time."""
+"""Tile of `_ids_and_norms`: rows of a program, and features of a row at a time."""
 
 
 @triton.jit
-def _names_and_norms(
-    rows, labels, usable, chunks, stride_b, stride_c, stride_k, length, width, num_tokens, names, scale,
+def _ids_and_norms(
+    rows, labels, usable, chunks, stride_b, stride_c, stride_k, length, width, num_tokens, label_ids, scale,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Write label and 1 / |e| of each token; -1 and 1 if it is not usable or exactly zero."""
@@ -76,7 +76,7 @@ def _names_and_norms(
     square = tl.sum(squares, axis=1)
     is_usable = (tl.load(usable + token, inside, 0) != 0) & (square != 0.0)  # a NaN counts, as any number but 0
     tl.store(scale + token, tl.where(is_usable, 1.0 / tl.sqrt(square), 1.0).to(tl.float32), inside)
-    tl.store(names + token, tl.where(is_usable, tl.load(labels + token, inside, 0).to(tl.int32), -1), inside)
+    tl.store(label_ids + token, tl.where(is_usable, tl.load(labels + token, inside, 0).to(tl.int32), -1), inside)
 
 
 @triton.jit
@@ -95,8 +95,8 @@ def _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j):
 
 @triton.jit
 def _pairs(
-    rows, chunks, stride_b, stride_c, stride_k, num_chunks, length, width, names, scale, documents,
-    first_i, last_i, first_j, last_j, to_exponent, pull, of_rows, of_columns, pairs, pitch,
+    rows, chunks, stride_b, stride_c, stride_k, num_chunks, length, width, label_ids, scale, documents,
+    first_i, last_i, first_j, last_j, to_exponent, coeffs, of_rows, of_columns, pairs, pitch,
     UPPER: tl.constexpr, BACKWARD: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, SMS: tl.constexpr, PER_SM: tl.constexpr, SIDE: tl.constexpr,
     BK: tl.constexpr,
@@ -132,22 +132,22 @@ def _pairs(
         i, j = tile_i * SIDE + side, tile_j * SIDE + side
         at_i, at_j = chunk * length + first_i + i, chunk * length + first_j + j
         in_i, in_j = i < height, j < breadth
-        name_i, name_j = tl.load(names + at_i, in_i, -1), tl.load(names + at_j, in_j, -1)
+        label_i, label_j = tl.load(label_ids + at_i, in_i, -1), tl.load(label_ids + at_j, in_j, -1)
         scale_i, scale_j = tl.load(scale + at_i, in_i, 0.0), tl.load(scale + at_j, in_j, 0.0)
         meet = (first_i + i)[:, None] != (first_j + j)[None, :]
         if HAS_DOCUMENTS:
-            document_i = tl.where(name_i >= 0, tl.load(documents + at_i, in_i, 0), -1)
-            document_j = tl.where(name_j >= 0, tl.load(documents + at_j, in_j, 0), -2)
+            document_i = tl.where(label_i >= 0, tl.load(documents + at_i, in_i, 0), -1)
+            document_j = tl.where(label_j >= 0, tl.load(documents + at_j, in_j, 0), -2)
             meet = meet & (document_i[:, None] == document_j[None, :])
         else:
-            meet = meet & (name_i >= 0)[:, None] & (name_j >= 0)[None, :]
+            meet = meet & (label_i >= 0)[:, None] & (label_j >= 0)[None, :]
         exponentials = tl.exp2((products * scale_i[:, None] * scale_j[None, :] - 1.0) * to_exponent)
         exponentials = tl.where(meet, exponentials, 0.0)
-        same = name_i[:, None] == name_j[None, :]
+        same = label_i[:, None] == label_j[None, :]
         if BACKWARD:
             other = num_chunks * length  # from a to b
-            a_i, a_j = tl.load(pull + at_i, in_i, 0.0), tl.load(pull + at_j, in_j, 0.0)
-            b_i, b_j = tl.load(pull + other + at_i, in_i, 0.0), tl.load(pull + other + at_j, in_j, 0.0)
+            a_i, a_j = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + at_j, in_j, 0.0)
+            b_i, b_j = tl.load(coeffs + other + at_i, in_i, 0.0), tl.load(coeffs + other + at_j, in_j, 0.0)
             kept = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
             along = tl.sum(kept.to(tl.float32) * tl.where(meet, products, 0.0), axis=1) * scale_i * scale_i
             tl.store(of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i, along, in_i)
@@ -173,7 +173,7 @@ def _pairs(
 
 
 @triton.jit
-def _terms(sums, kind, tiles, height, names, scale, length, first, temperature, terms, slopes, SIZE: tl.constexpr):
+def _terms(sums, kind, tiles, height, label_ids, scale, length, first, temperature, terms, slopes, SIZE: tl.constexpr):
     """Compute log(1 + u) [m, R], and (a, b) for a gradient of 1 [2, m, R], from sums [2, m, tiles, R] over all other
     tokens; 0 where not usable."""
     blocks = tl.cdiv(height, SIZE)
@@ -189,7 +189,7 @@ def _terms(sums, kind, tiles, height, names, scale, length, first, temperature, 
     inverse = tl.load(scale + token, inside, 1.0)
     # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
     doubt = tl.where(inverse == 0.0, float("nan"), inverse * 0.0)
-    u = tl.where(tl.load(names + token, inside, -1) >= 0, negative / whole + doubt, 0.0)
+    u = tl.where(tl.load(label_ids + token, inside, -1) >= 0, negative / whole + doubt, 0.0)
     rounded = 1.0 + u  # log(1 + u) = log(rounded) u / (rounded - 1), also where the sum lost digits of u
     term = tl.where(rounded == 1.0, u, tl.log(rounded) * (u / (rounded - 1.0)))
     a = tl.where(u == 0.0, 0.0, 1.0 / (rounded * whole * temperature))
@@ -207,7 +207,7 @@ def _log2(x, IS_FAST: tl.constexpr):
 
 @triton.jit
 def _weights(
-    pairs, pitch, num_chunks, length, names, scale, pull, first, height, to_cosine, radial,
+    pairs, pitch, num_chunks, length, label_ids, scale, coeffs, first, height, to_cosine, radial,
     IS_FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write W over P, in pairs [m, R, pitch], and r [m, R]."""
@@ -215,18 +215,18 @@ def _weights(
     chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     in_i, at_i = i < height, chunk * length + first + i
     other = num_chunks * length  # from a to b
-    scale_i, name_i = tl.load(scale + at_i, in_i, 0.0), tl.load(names + at_i, in_i, -1)
-    a_i, b_i = tl.load(pull + at_i, in_i, 0.0), tl.load(pull + other + at_i, in_i, 0.0)
+    scale_i, label_i = tl.load(scale + at_i, in_i, 0.0), tl.load(label_ids + at_i, in_i, -1)
+    a_i, b_i = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + other + at_i, in_i, 0.0)
     place = pairs + chunk.to(tl.int64) * height * pitch + i[:, None].to(tl.int64) * pitch
     along = tl.zeros((ROWS,), tl.float32)
     for start in range(0, length, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         in_j, at_j = j < length, chunk * length + j
-        scale_j, name_j = tl.load(scale + at_j, in_j, 1.0), tl.load(names + at_j, in_j, -1)
-        a_j, b_j = tl.load(pull + at_j, in_j, 0.0), tl.load(pull + other + at_j, in_j, 0.0)
+        scale_j, label_j = tl.load(scale + at_j, in_j, 1.0), tl.load(label_ids + at_j, in_j, -1)
+        a_j, b_j = tl.load(coeffs + at_j, in_j, 0.0), tl.load(coeffs + other + at_j, in_j, 0.0)
         inside = in_i[:, None] & in_j[None, :]
         exponentials = tl.load(place + j[None, :], inside, 0.0).to(tl.float32)
-        same = name_i[:, None] == name_j[None, :]
+        same = label_i[:, None] == label_j[None, :]
         weights = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
         tl.store(place + j[None, :], weights, inside)
         cosines = 1.0 + to_cosine * _log2(tl.maximum(exponentials, 1e-37), IS_FAST)
@@ -309,7 +309,7 @@ class TritonForm(Form):
             sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
             return part._replace(pairs=pairs), sums
         given = [(anchors, (0, first)), (anchors, (last, length))] if rectangles is None else rectangles
-        found = part.scale.new_zeros(2, *part.names.shape, dtype=torch.float64)
+        found = part.scale.new_zeros(2, *part.label_ids.shape, dtype=torch.float64)
         panels = [(one, one) for one in cut(anchors, PANEL)]  # so that the sums of tiles stay few
         panels += [(one, (one[1], last)) for one in cut(anchors, PANEL)]
         panels += [(piece, other) for one, other in given for piece in cut(one, PANEL)]
@@ -329,18 +329,18 @@ class TritonForm(Form):
         if terms.numel():
             run(
                 _terms, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
-                sums, sums[0].numel(), tiles, height, part.names, part.scale, part.names.shape[2], anchors[0],
+                sums, sums[0].numel(), tiles, height, part.label_ids, part.scale, part.label_ids.shape[2], anchors[0],
                 temperature, terms, slopes, SIZE=_TOKENS,
             )  # fmt: skip
         return Measured(terms, slopes, part)
 
-    def pull_back(
-        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    def backward(
+        self, rows: Tensor, kept: Kept, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
         rows, num_chunks, length = _aligned(rows), rows.shape[0] * rows.shape[1], rows.shape[2]
         if not grad.numel():
             return
-        is_kept, pull = kept.pairs.numel() > 0, pull.contiguous()
+        is_kept, coeffs = kept.pairs.numel() > 0, coeffs.contiguous()
         panels = [anchors] if is_kept else cut(anchors, PANEL)
         room = kept.pairs if is_kept else _room_for_pairs(rows, panels[0][1] - panels[0][0])
         pitch, constants, tile = room.shape[2], _constants(rows), PRODUCT[_kind(rows)]
@@ -351,11 +351,11 @@ class TritonForm(Form):
                 radial = kept.scale.new_empty(num_chunks, height)
                 run(
                     _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
-                    own, pitch, num_chunks, length, kept.names, kept.scale, pull, start, height,
+                    own, pitch, num_chunks, length, kept.label_ids, kept.scale, coeffs, start, height,
                     math.log(2) * temperature, radial, IS_FAST=not INTERPRETS and torch.version.hip is None, **WEIGHTS,
                 )  # fmt: skip
             else:
-                of_tiles, _ = _run_pairs(rows, kept, (start, end), (0, length), temperature, own, pull)
+                of_tiles, _ = _run_pairs(rows, kept, (start, end), (0, length), temperature, own, coeffs)
                 radial = of_tiles.sum(dim=2)
             into = grad[:, :, start - anchors[0] : end - anchors[0]]
             tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
@@ -370,7 +370,7 @@ class TritonForm(Form):
 
 
 def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
-    """Return rows as the kernels read them, and names and 1 / |e| [b, c, n]; ValueError for rows of other types."""
+    """Return rows as the kernels read them, and label_ids and 1 / |e| [b, c, n]; ValueError for rows of other types."""
     rows, unit = tokens.rows, 16 // tokens.rows.itemsize
     is_known = rows.dtype in (torch.bfloat16, torch.float32) and (rows.is_cuda or INTERPRETS)
     if not is_known or rows.shape[3] % unit:
@@ -379,16 +379,16 @@ def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
             f"not {rows.dtype} of width {rows.shape[3]} on {rows.device}: use impl 'tiled'."
         )
     rows, labels = _aligned(rows), tokens.labels
-    names = torch.empty(labels.shape, dtype=torch.int32, device=rows.device)
+    label_ids = torch.empty(labels.shape, dtype=torch.int32, device=rows.device)
     scale = torch.empty(labels.shape, dtype=torch.float32, device=rows.device)
-    if names.numel():
+    if label_ids.numel():
         run(
-            _names_and_norms, (cdiv(names.numel(), NORMS["TOKENS"]),),
+            _ids_and_norms, (cdiv(label_ids.numel(), NORMS["TOKENS"]),),
             rows, labels.contiguous(), tokens.usable.contiguous(), rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
-            names.numel(), names, scale, **NORMS,
+            label_ids.numel(), label_ids, scale, **NORMS,
         )  # fmt: skip
     documents = None if tokens.documents is None else tokens.documents.int().contiguous()
-    return rows, Kept(documents, names, scale, scale.new_empty(0))
+    return rows, Kept(documents, label_ids, scale, scale.new_empty(0))
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -400,25 +400,25 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def _run_pairs(
-    rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, pull: Tensor | None = None
+    rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, coeffs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run `_pairs`; return its sums [2, b, c, tiles, R] and [2, b, c, tiles, C], or with a pull r [b, c, tiles, R]."""
+    """Run `_pairs`; return its sums [2, b, c, tiles, R] and [2, b, c, tiles, C], or with coeffs r [b, c, tiles, R]."""
     kind, constants, scale, documents = _kind(rows), _constants(rows), part.scale, part.documents
-    tile = PAIRS[kind if pull is None else kind.removesuffix(", sm_90")]
+    tile = PAIRS[kind if coeffs is None else kind.removesuffix(", sm_90")]
     num_sequences, num_chunks, length, width = rows.shape
     height, breadth = one[1] - one[0], other[1] - other[0]
     tiles_i, tiles_j = cdiv(height, tile["SIDE"]), cdiv(breadth, tile["SIDE"])
-    is_square = one == other and pull is None
+    is_square = one == other and coeffs is None
     tiles = tiles_i * (tiles_i + 1) // 2 if is_square else tiles_i * tiles_j
-    size = (num_sequences, num_chunks) if pull is not None else (2, num_sequences, num_chunks)
+    size = (num_sequences, num_chunks) if coeffs is not None else (2, num_sequences, num_chunks)
     of_rows = scale.new_empty(*size, tiles_j, height)
-    of_columns = of_rows if is_square or pull is not None else scale.new_empty(*size, tiles_i, breadth)
+    of_columns = of_rows if is_square or coeffs is not None else scale.new_empty(*size, tiles_i, breadth)
     run(
         _pairs, (min(num_sequences * num_chunks * tiles, constants["SMS"] * tile["PER_SM"]),),
-        rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width,
-        part.names, scale, part.names if documents is None else documents, *one, *other,
-        math.log2(math.e) / temperature, scale if pull is None else pull, of_rows, of_columns, pairs, pairs.shape[-1],
-        UPPER=is_square, BACKWARD=pull is not None, KEEP=pairs.numel() > 0, HAS_DOCUMENTS=documents is not None,
+        rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width, part.label_ids, scale,
+        part.label_ids if documents is None else documents, *one, *other, math.log2(math.e) / temperature,
+        scale if coeffs is None else coeffs, of_rows, of_columns, pairs, pairs.shape[-1],
+        UPPER=is_square, BACKWARD=coeffs is not None, KEEP=pairs.numel() > 0, HAS_DOCUMENTS=documents is not None,
         **constants, **tile,
     )  # fmt: skip
     return of_rows, of_columns

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
-from simreg_megatron.losses._chunks import Block, Span, block_of, by_sequence, checked, is_number, self_pairs, stretches
+from simreg_megatron.losses._chunks import Block, Span, block_of, checked, is_number, joined, self_pairs, stretches
 from simreg_megatron.notices import refuse
 
 Similarity = Callable[[Tensor, Tensor, float], Tensor]  # (anchors [..., p, d], keys [..., q, d], tau) -> [..., p, q]
@@ -110,17 +110,18 @@ def anchored_terms(
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             block = block_of(stretch, embeddings, labels, usable, documents)
-            unsure = doubt(block.rows[:, slice(*block.anchors)])
+            unsure = nan_if_not_finite(block.rows[:, slice(*block.anchors)])
             terms = block_terms(block)
             if terms.shape != unsure.shape:
                 raise ValueError(
                     f"the terms of a block must be one for each anchor, {list(unsure.shape)}, not {list(terms.shape)}: "
                     "spread a chunk's loss over its tokens"
                 )
-            parts.append(by_sequence(terms + unsure, labels.shape[0]))
+            first, last = stretch.anchors
+            parts.append((terms + unsure).reshape(len(labels), last - first))
     if not parts:
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
-    return torch.cat(parts, dim=1)
+    return joined(parts)
 
 
 def reduced(
@@ -156,7 +157,7 @@ def spread(losses: Tensor, counted: Tensor, total: Tensor, usable: Tensor) -> Te
     return torch.where(counted, losses, 0.0) * factor.unsqueeze(-1)
 
 
-def doubt(rows: Tensor) -> Tensor:
+def nan_if_not_finite(rows: Tensor) -> Tensor:
     """Return 0, but NaN for a row [..., d] that is not finite, so that it shows even without partners."""
     return rows.detach().abs().amax(dim=-1) * 0.0
 

@@ -119,7 +119,7 @@ class Stretch(NamedTuple):
         return self.tokens[0] + self.inside[0], self.tokens[1] - self.length + self.inside[1]
 
     def chunks(self, per_token: Any) -> Any:
-        """[b, n, ...] -> [b, c, k, ...], a view; None stays None."""
+        """View [b, n, ...] as chunks [b, c, k, ...]; None stays None."""
         if per_token is None:
             return None
         first, last = self.tokens
@@ -129,7 +129,7 @@ class Stretch(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> tuple[Stretch, ...]:
-    """At most four: all full chunks that hold nothing but anchors together, and every other chunk separately."""
+    """Cut into at most four: all full chunks that hold nothing but anchors together, every other chunk separately."""
     length = chunk_length(num_tokens, chunk_size)
     position, last = anchors
     found = []
@@ -164,7 +164,7 @@ def block_of(stretch: Stretch, embeddings: Tensor, labels: Tensor, usable: Tenso
 
 
 def fold(tokens: Tensor, length: int, fill: float) -> Tensor:
-    """[b, n, ...] -> [b * ceil(n / length), length, ...]; the last chunk of a sequence is filled up."""
+    """Fold [b, n, ...] to [b * ceil(n / length), length, ...]; the last chunk of a sequence is filled up."""
     missing = -tokens.shape[1] % length
     if missing:
         tokens = F.pad(tokens, [0, 0] * (tokens.dim() - 2) + [0, missing], value=fill)
@@ -173,7 +173,7 @@ def fold(tokens: Tensor, length: int, fill: float) -> Tensor:
 
 
 def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
-    """[m, p] -> [b, n]: undo `fold` and drop the filling."""
+    """Undo `fold`, [m, p] to [b, n], and drop the filling."""
     length = max(tokens.shape[1], 1)
     return tokens.reshape(num_sequences, -(-num_tokens // length) * length)[:, :num_tokens]
 
@@ -184,7 +184,7 @@ def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 def by_sequence(values: Tensor, num_sequences: int) -> Tensor:
-    """[m] -> [b, c]; [m, k] or [b, c, k] -> [b, c * k]."""
+    """Reshape [m] to [b, c], and [m, k] or [b, c, k] to [b, c * k]."""
     # The length is spelled out because -1 is ambiguous without elements.
     return values.reshape(num_sequences, values.numel() // max(num_sequences, 1))
 

@@ -95,9 +95,9 @@ class _Counts(NamedTuple):
     def of(cls, tokens: _Tokens, length: int, self_positive: str, dtype: torch.dtype) -> _Counts:
         """Count in rows of `length` tokens."""
         labels, usable, documents = tokens
-        names = fold(names_of(labels, usable, documents), length, NO_LABEL)
-        anchor = names != NO_LABEL
-        same = _occurrences(names)
+        ids = fold(label_ids(labels, usable, documents), length, NO_LABEL)
+        anchor = ids != NO_LABEL
+        same = _occurrences(ids)
         meets = anchor.sum(dim=-1, keepdim=True)
         if documents is not None:
             meets = _occurrences(fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL))
@@ -109,12 +109,12 @@ class _Counts(NamedTuple):
         return cls(anchor, (positive * anchor).to(dtype), ((meets - same) * anchor).to(dtype))
 
 
-def names_of(labels: Tensor, usable: Tensor, documents: Tensor | None) -> Tensor:
+def label_ids(labels: Tensor, usable: Tensor, documents: Tensor | None) -> Tensor:
     """Return one number for each (document, label); NO_LABEL for tokens left out."""
-    names = labels.long()
+    ids = labels.long()
     if documents is not None:
-        names = names + (documents.long() << 32)  # token ids stay far below 2^32
-    return torch.where(usable, names, NO_LABEL)
+        ids = ids + (documents.long() << 32)  # token ids stay far below 2^32
+    return torch.where(usable, ids, NO_LABEL)
 
 
 def _occurrences(values: Tensor) -> Tensor:

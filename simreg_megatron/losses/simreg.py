@@ -17,8 +17,15 @@ from torch import Tensor
 from simreg_megatron.kernels.contrast import Form, Tokens, contrast_terms
 from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.kernels.torch import TorchForm
-from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, get_similarity, log_sum
-from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
+from simreg_megatron.losses._anchored import (
+    REDUCTIONS,
+    anchored_terms,
+    check_choice,
+    check_temperature,
+    get_similarity,
+    log_sum,
+)
+from simreg_megatron.losses._chunks import Block, Span, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.notices import refuse
 from simreg_megatron.objectives import CHUNK_WEIGHTS, FORMS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
@@ -105,10 +112,19 @@ def simreg_loss(
         self_positive=self_positive, chunk_weight=chunk_weight,
         dtype=torch.promote_types(embeddings.dtype, torch.float32),
     )  # fmt: skip
-    terms = simreg_terms(
-        embeddings, labels, usable, roles, documents=documents, chunk_size=chunk_size, temperature=float(temperature),
-        similarity=similarity, exponents=exponents, self_positive=self_positive, impl=impl,
-    )  # fmt: skip
+    impl = chosen_impl(impl, similarity, self_positive, embeddings)
+    if impl == "reference" or not labels.shape[1]:
+        terms = simreg_terms(
+            embeddings, labels, usable, roles, documents=documents, chunk_size=chunk_size,
+            temperature=float(temperature), similarity=similarity, exponents=exponents, self_positive=self_positive,
+        )  # fmt: skip
+    else:
+        form, parts = form_named(impl), []
+        with no_autocast(embeddings.device.type):
+            for stretch in stretches(labels.shape[1], chunk_size, (0, labels.shape[1])):
+                tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
+                parts.append(contrast_terms(tokens, float(temperature), form).flatten(1))
+        terms = with_roles(joined(parts), roles)
     if reduction == "none":
         return terms.reshape(shape)
     total = terms.sum()
@@ -128,7 +144,6 @@ def simreg_terms(
     similarity: str = "cosine",
     exponents: tuple[Tensor, Tensor] | None = None,
     self_positive: str = "always",
-    impl: str = "auto",
 ) -> Tensor:
     """term_i = weight_i * softplus( LSE_{N_i}(s) - LSE_{P_i}(s) + offset_i ) of the anchors, [b, number of anchors].
 
@@ -143,26 +158,12 @@ def simreg_terms(
         anchors: (first, last) positions with a term, last not included; None is all.
         documents, chunk_size, temperature, similarity, exponents, self_positive, impl: as in `simreg_loss`.
     """
-    anchors = (0, labels.shape[1]) if anchors is None else anchors
-    impl = chosen_impl(impl, similarity, self_positive, embeddings)
-    parts: list[Tensor] = []
-    with no_autocast(embeddings.device.type):
-        for stretch in stretches(labels.shape[1], chunk_size, anchors):
-            own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
-            if impl in FORMS:
-                tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                terms = contrast_terms(tokens, temperature, form_named(impl))
-                parts.append(with_roles(terms[..., slice(*stretch.inside)].reshape(own.anchor.shape), own))
-            else:
-                block = block_of(stretch, embeddings, labels, usable, documents)
-                logits_of = get_similarity(similarity, exponents)
-                contrast = _contrast(block, logits_of, temperature, self_positive) + doubt(
-                    block.rows[:, slice(*block.anchors)]
-                )
-                parts.append(_terms(contrast.reshape(own.anchor.shape), own))
-    if not parts:  # no tokens, but still a place in the graph
-        return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
-    return joined(parts)
+    logits_of = get_similarity(similarity, exponents)
+    contrast = anchored_terms(
+        lambda block: _contrast(block, logits_of, temperature, self_positive),
+        embeddings, labels, usable, anchors=anchors, documents=documents, chunk_size=chunk_size,
+    )  # fmt: skip
+    return _terms(contrast, roles)
 
 
 def chosen_impl(

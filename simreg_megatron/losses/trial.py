@@ -73,9 +73,9 @@ def _computed(impl: str, tokens: Tokens, tau: float, num_ranks: int) -> tuple[Te
     form, length, grad = form_named(impl), tokens.rows.shape[2], torch.empty_like(tokens.rows)
     spans = cut((0, length), max(1, -(-length // num_ranks)))
     found = [form.measure(tokens, span, tau, keep=True) for span in spans]
-    pull = torch.cat([each.slopes for each in found], dim=-1)
+    coeffs = torch.cat([each.slopes for each in found], dim=-1)
     for span, each in zip(spans, found, strict=True):
-        form.pull_back(tokens.rows, each.kept, pull, span, tau, grad[:, :, slice(*span)])
+        form.backward(tokens.rows, each.kept, coeffs, span, tau, grad[:, :, slice(*span)])
     return torch.cat([each.terms for each in found], dim=-1), grad
 
 

@@ -36,7 +36,7 @@ class ShardLayout:
         context_size: ranks that split it by context parallelism.
         tensor_size: ranks that split a context rank's tokens, or the work on them.
         rows_split: whether tensor ranks hold a part of the rows each (sequence parallelism), or all of them.
-        borders: where documents begin, and the row's end, if context parallelism cuts each; None: it cuts the row.
+        cu_seqlens: where documents begin, and the row's end, if context parallelism cuts each; None: it cuts the row.
         contiguous: context ranks hold one part of the row each, instead of two blocks.
     """
 
@@ -44,7 +44,7 @@ class ShardLayout:
     context_size: int = 1
     tensor_size: int = 1
     rows_split: bool = True
-    borders: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
     contiguous: bool = False
 
     def __post_init__(self) -> None:
@@ -53,15 +53,15 @@ class ShardLayout:
                 f"SimReg cannot share {self.context_tokens} tokens among {self.tensor_size} tensor-parallel ranks: "
                 "use longer sequences or a smaller tensor-parallel size"
             )
-        if self.borders is not None:
-            self._check_documents(self.borders)
+        if self.cu_seqlens is not None:
+            self._check_documents(self.cu_seqlens)
 
-    def _check_documents(self, borders: tuple[int, ...]) -> None:
-        blocks, lengths = 2 * self.context_size, np.diff(borders)
-        if (borders[0], borders[-1]) != (0, self.length) or (lengths <= 0).any() or (lengths % blocks).any():
+    def _check_documents(self, cu_seqlens: tuple[int, ...]) -> None:
+        blocks, lengths = 2 * self.context_size, np.diff(cu_seqlens)
+        if (cu_seqlens[0], cu_seqlens[-1]) != (0, self.length) or (lengths <= 0).any() or (lengths % blocks).any():
             raise ValueError(
                 f"context parallelism cuts each packed document into {blocks} equal blocks, so cu_seqlens must go from "
-                f"0 to {self.length} in multiples of {blocks}, and are {list(borders)}: pad documents to such lengths"
+                f"0 to {self.length} in multiples of {blocks}, but are {list(cu_seqlens)}: pad documents to such sizes"
             )
 
     @cached_property
@@ -119,9 +119,9 @@ class ShardLayout:
         number, ranks = 2 * self.context_size, np.arange(self.context_size)
         if self.contiguous:
             return (ranks[:, None, None] + np.arange(2)) * self.context_tokens
-        borders = np.array(self.borders or (0, self.length))[:, None]
-        size = np.diff(borders, axis=0) // number
-        first = borders[:-1] + np.stack([ranks, number - 1 - ranks], axis=1)[:, None] * size
+        cu_seqlens = np.array(self.cu_seqlens or (0, self.length))[:, None]
+        size = np.diff(cu_seqlens, axis=0) // number
+        first = cu_seqlens[:-1] + np.stack([ranks, number - 1 - ranks], axis=1)[:, None] * size
         return np.stack([first, first + size], axis=-1).reshape(self.context_size, -1, 2)
 
 

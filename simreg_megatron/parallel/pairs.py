@@ -93,18 +93,18 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     form, size = pairs.form, len(Kept._fields)
     kept = without_spent_pairs(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
 
-    pull_SB2 = shard.from_all_anchors((grad_terms * slopes_2BA).permute(2, 1, 0))
-    pull = (shard.whole if plan.travels else shard.held)(pull_SB2.transpose(0, 1))
+    coeffs_SB2 = shard.from_all_anchors((grad_terms * slopes_2BA).permute(2, 1, 0))
+    coeffs = (shard.whole if plan.travels else shard.held)(coeffs_SB2.transpose(0, 1))
 
     rows = shard.rows_as_they_are(hidden_states, plan)
     grad_ABD = hidden_states.new_empty(slopes_2BA.shape[2], *hidden_states.shape[1:])
     first = 0
     for (run, stretch), each in zip(parts, kept, strict=True):
-        pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
-        shape = *each.names.shape[:2], stretch.inside[1] - stretch.inside[0]  # [b, c, p]
+        coeffs_of_all = stretch.chunks(coeffs.at(run)).movedim(-1, 0)
+        shape = *each.label_ids.shape[:2], stretch.inside[1] - stretch.inside[0]  # [b, c, p]
         last = first + shape[1] * shape[2]
         grad = grad_ABD[first:last].transpose(0, 1).view(*shape, grad_ABD.shape[2])
-        form.pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, stretch.inside, pairs.temperature, grad)
+        form.backward(stretch.chunks(rows.at(run)), each, coeffs_of_all, stretch.inside, pairs.temperature, grad)
         first = last
     return shard.from_all_anchors(grad_ABD)
 
@@ -123,7 +123,7 @@ def _measured(
 ) -> list[Measured]:
     """Measure every part; if ranks share the pairs, each is computed on one of them: then a collective."""
     form, tau = pairs.form, pairs.temperature
-    shares = plan.shares_chunks and not keeps and shard.layout.borders is None
+    shares = plan.shares_chunks and not keeps and shard.layout.cu_seqlens is None
     found = []
     for view, stretch in parts:
         tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
@@ -154,6 +154,6 @@ def _summed(found: list[tuple[Kept, Tensor]], parts: Sequence[Part], shard: Sequ
     for group in shard.anchor_groups:
         dist.all_reduce(totals, group=group)
     return [
-        (part, chunk.view(2, *part.names.shape)[..., slice(*stretch.inside)])
+        (part, chunk.view(2, *part.label_ids.shape)[..., slice(*stretch.inside)])
         for chunk, (part, _), (_, stretch) in zip(chunks, found, parts, strict=True)
     ]

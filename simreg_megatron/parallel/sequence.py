@@ -51,19 +51,19 @@ class EndTokens:
 
 @dataclass(frozen=True)
 class PackedLengths:
-    """Documents lie one after the other in one row: document of position i = borders at or before i.
+    """Documents lie one after the other in one row: document of position i = cu_seqlens at or before i.
 
     Attributes:
-        borders: int [documents + 1] on the device, cumulative lengths from 0 (Megatron's cu_seqlens).
+        cu_seqlens: int [documents + 1] on the device, cumulative lengths from 0 (Megatron's cu_seqlens).
     """
 
-    borders: Tensor
+    cu_seqlens: Tensor
     needs_domain = False
 
     def of(self, labels: Tensor, stretch: Run) -> Tensor:
         """[1, tokens of the stretch]."""
-        positions = torch.arange(*stretch, device=self.borders.device, dtype=self.borders.dtype)
-        return torch.searchsorted(self.borders, positions, right=True).expand_as(labels)
+        positions = torch.arange(*stretch, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
+        return torch.searchsorted(self.cu_seqlens, positions, right=True).expand_as(labels)
 
 
 Documents = EndTokens | PackedLengths
@@ -95,7 +95,7 @@ def simreg_over_ranks(
             simreg_terms(
                 view.embeddings, view.labels, view.usable, view.roles, anchors=view.anchors, documents=view.documents,
                 chunk_size=config.chunk_size, temperature=config.tau, similarity=config.similarity,
-                exponents=exponents, self_positive=config.self_positive, impl="reference",
+                exponents=exponents, self_positive=config.self_positive,
             )
             for view in views
         ])  # fmt: skip
@@ -178,17 +178,17 @@ def chunk_views(
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
     relabels = None if for_log else config.record.relabels
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    known: dict[Run, tuple[_Names, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
+    known: dict[Run, tuple[_StretchLabels, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
     found = []
     for window in plan.windows:
         stretch = window.domain if by_domain else window.tokens
         if stretch not in known:
-            names = _Names.of(stretch, all_labels, all_usable, documents)
+            own = _StretchLabels.of(stretch, all_labels, all_usable, documents)
             if relabels is not None:  # drawn again in each iteration
-                labels = relabels(config, names.labels, names.usable, shard.layout.length, iteration)
-                names = names._replace(labels=labels)
-            known[stretch] = names, token_roles(
-                names.labels, names.usable, documents=names.documents, chunk_size=config.chunk_size, dtype=dtype,
+                labels = relabels(config, own.labels, own.usable, shard.layout.length, iteration)
+                own = own._replace(labels=labels)
+            known[stretch] = own, token_roles(
+                own.labels, own.usable, documents=own.documents, chunk_size=config.chunk_size, dtype=dtype,
                 group_reduce=config.group_reduce, self_positive=config.self_positive, chunk_weight=config.chunk_weight,
             )  # fmt: skip
         found.append(_view(window, *known[stretch], rows, head_rows))
@@ -205,7 +205,7 @@ def _say_if_weightless(config: SimRegConfig, plan: RowPlan) -> None:
         )
 
 
-class _Names(NamedTuple):
+class _StretchLabels(NamedTuple):
     """Labels, domains and documents of the tokens of one stretch of the sequence, [B, tokens]."""
 
     stretch: Run
@@ -214,18 +214,18 @@ class _Names(NamedTuple):
     documents: Tensor | None
 
     @classmethod
-    def of(cls, stretch: Run, labels: Located, usable: Located, documents: Documents | None) -> _Names:
+    def of(cls, stretch: Run, labels: Located, usable: Located, documents: Documents | None) -> _StretchLabels:
         own = labels.at(stretch)
         return cls(stretch, own, usable.at(stretch), None if documents is None else documents.of(own, stretch))
 
 
-def _view(window: Window, names: _Names, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
+def _view(window: Window, own: _StretchLabels, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
     """Build the view of one window's anchors; their roles may need the names of more tokens than the window's."""
-    inside = slice(*_relative(window.tokens, names.stretch))
+    inside = slice(*_relative(window.tokens, own.stretch))
     return View(
-        window.tokens, rows.at(window.tokens), names.labels[:, inside], names.usable[:, inside],
-        documents=None if names.documents is None else names.documents[:, inside],
-        anchors=_relative(window.anchors, window.tokens), roles=roles.cut(*_relative(window.anchors, names.stretch)),
+        window.tokens, rows.at(window.tokens), own.labels[:, inside], own.usable[:, inside],
+        documents=None if own.documents is None else own.documents[:, inside],
+        anchors=_relative(window.anchors, window.tokens), roles=roles.cut(*_relative(window.anchors, own.stretch)),
         heads=None if head_rows is None else head_rows.at(window.tokens),
     )  # fmt: skip
 

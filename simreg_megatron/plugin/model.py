@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in place of functions of the model, and calls them: its loss, constructor and decoder.
+"""Wrappers of functions of the model: its loss, constructor and decoder.
 
 A model whose class overrides or replaces the wrapped functions would train without SimReg and say nothing. Megatron's
 own loop is checked for that after each step; each model is, at the end of its forward pass.

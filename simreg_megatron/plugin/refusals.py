@@ -190,25 +190,26 @@ def refuse_rows(
     """
     for part in config.parts:
         longest = max(part.prefixes, default=0)
-        most = longest if width is None else width - part.record.prefixes_below_width
-        compares, gathers = part.by_sequence and num_sequences is not None, part.options.get("gather") == "yes"
-        ranks = replicas().size() if compares and gathers else 1
-        whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
-        refuse(
-            (longest > most,
-             f"SimReg objective {part.objective} cannot take {longest} features of states of width {width}: give "
-             f"prefixes of at most {most}"),
-            (compares and (num_sequences or 0) * ranks < 2,
-             f"SimReg objective {part.objective} compares the sequences {whose}, and the micro-batch size is "
-             f"{num_sequences}: give --micro-batch-size 2 or more"),
-        )  # fmt: skip
-        refuse(
-            (packed and part.record.takes_rows(part.options),
-             f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
-             "train unpacked (drop --sft, --use-varlen-dataset and --dataloader-inter-document-masking), or choose "
-             "another objective"),
-            error=NotImplementedError,
-        )  # fmt: skip
+        if width is not None and longest > (most := width - part.record.prefixes_below_width):
+            raise ValueError(
+                f"SimReg objective {part.objective} cannot take {longest} features of states of width {width}: give "
+                f"prefixes of at most {most}"
+            )
+        if part.by_sequence and num_sequences is not None:
+            gathers = part.options.get("gather") == "yes"
+            total = num_sequences * (replicas().size() if gathers else 1)
+            if total < 2:
+                where = "all data-parallel ranks have together" if gathers else "a micro-batch has"
+                raise ValueError(
+                    f"SimReg objective {part.objective} compares sequences, at least 2 of them, and {where} {total}: "
+                    "give --micro-batch-size 2 or more"
+                )
+        if packed and part.record.takes_rows(part.options):
+            raise NotImplementedError(
+                f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
+                "train unpacked (drop --sft, --use-varlen-dataset and --dataloader-inter-document-masking), or choose "
+                "another objective"
+            )
 
 
 def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[Any, ...]) -> None:

@@ -67,7 +67,7 @@ class Strength:
         is_out = schedule.is_off(iteration, num_iterations) and not wanted(self.config)
         self.is_off = self.is_off or (is_out and not self.repeats)
 
-    def meet(self, hidden_size: int) -> None:
+    def set_hidden_size(self, hidden_size: int) -> None:
         """Find lambda for a model of this width."""
         if hidden_size != self.hidden_size:
             self.hidden_size, self.lambdas = hidden_size, [part.weight(hidden_size) for part in self.config.parts]
@@ -80,7 +80,7 @@ class Strength:
         factor = 1 if self.factor is None else self.factor
         return [self.config.every * of_objective * factor for of_objective in self.lambdas]
 
-    def count_by_itself(self) -> None:
+    def count_micro_batch(self) -> None:
         """Count a micro-batch, for loops that do not pass the iteration."""
         if self.follows_iterations:
             return
@@ -116,7 +116,7 @@ class Regularizer:
         self.inner_states = InnerStates(config)
         self.metrics = Metrics(config)
         self.strength = Strength(config)
-        self.has_met_model = False  # a model's loss has come by
+        self.has_seen_model = False  # whose loss it was given
         self._is_sent, self.is_reached = False, False  # a term was sent with a loss; a gradient came back to it
 
     @property
@@ -147,8 +147,8 @@ class Regularizer:
         The hidden states are what enters the output layer (or, with multi-token prediction, its stack). A token counts
         if its label is not negative and its loss mask not 0; without a mask every label counts.
         """
-        self.strength.meet(model.config.hidden_size)
-        self.has_met_model = True
+        self.strength.set_hidden_size(model.config.hidden_size)
+        self.has_seen_model = True
         if not (self.config.trains or self.strength.follows_iterations):
             raise RuntimeError(
                 "SimReg only measures here, in steps that the training loop names, and this one names none: call "
@@ -167,7 +167,7 @@ class Regularizer:
             last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
             terms = [part.terms.detach() for part in parts]
             totals = self.metrics.observe(terms, described, last, tokens.valid, shard, [part.learned for part in parts])
-            self.strength.count_by_itself()
+            self.strength.count_micro_batch()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
         if not self.trains:
@@ -199,14 +199,14 @@ class Regularizer:
             loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
         return loss_BT
 
-    def refuse_silence(self, model_chunks: Any) -> None:
+    def check_gradient_arrived(self, model_chunks: Any) -> None:
         """Raise NotImplementedError or MegatronSeamError if a step passed SimReg by; call it after each step."""
         if self._is_sent and not self.is_reached:
             raise NotImplementedError(
                 "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model "
                 "returned. Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
             )
-        for model in () if self.has_met_model else compat.language_models(model_chunks):
+        for model in () if self.has_seen_model else compat.language_models(model_chunks):
             if getattr(model, "post_process", True):
                 raise compat.MegatronSeamError(
                     f"SimReg is on, but {type(model).__name__} computed its loss without calling the function that "

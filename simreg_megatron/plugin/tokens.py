@@ -72,7 +72,9 @@ class Reader:
             how: dict[str, Any] = {"contiguous": True}
             if getattr(packing, "cp_partition_mode", None) != "contiguous":
                 # This waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
-                how = {"borders": tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))}  # some end in copies of the last
+                how = {
+                    "cu_seqlens": tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))
+                }  # some end in copies of the last
             shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, **how))
         valid, heads = valid_tokens(labels, loss_mask), None
         if any(part.meets_heads for part in self.config.parts):
@@ -142,7 +144,7 @@ class InnerStates:
         for layer in self.config.layers:
             refuse(
                 (layer not in states,
-                 f"the states {'before the final norm' if layer == 'final' else f'of layer {layer}'} did not come by, "
+                 f"the states {'before the final norm' if layer == 'final' else f'of layer {layer}'} were not caught, "
                  "as this loop does not call the decoder and its layers as modules in training (CUDA graphs and "
                  "schedules that take layers apart do not, either): let it do so, or drop --simreg-layers and "
                  "--simreg-placement"),

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 from simreg_megatron.kernels import triton as form
 from simreg_megatron.kernels.contrast import Tokens
 
-KERNELS = (form._names_and_norms, form._pairs, form._terms, form._weights, form._product)
+KERNELS = (form._ids_and_norms, form._pairs, form._terms, form._weights, form._product)
 KINDS = {"bf16": (torch.bfloat16, 64), "bf16, odd width": (torch.bfloat16, 72), "fp32": (torch.float32, 64)}
 
 
@@ -60,7 +60,7 @@ def launch(kind: str, *, full: bool) -> None:
         tokens, anchors = Tokens(rows, labels, usable, labels if has_documents else None), (0, shape[2] // share)
         kept = triton_form.measure(tokens, anchors, 0.01, keep=keep).kept
         grad = torch.zeros_like(rows[:, :, slice(*anchors)])
-        triton_form.pull_back(rows, kept, torch.zeros(2, *shape), anchors, 0.01, grad)
+        triton_form.backward(rows, kept, torch.zeros(2, *shape), anchors, 0.01, grad)
         if share > 1:
             triton_form.pair_sums(tokens, anchors, 0.01, [(anchors, (anchors[1], shape[2]))])
 

@@ -15,7 +15,7 @@ PACKED = (0, 8, 32, 80, 96)  # four documents
 
 
 def layouts(length: int = 96) -> list[ShardLayout]:
-    return [ShardLayout(length, *sizes, borders) for sizes in SIZES for borders in (None, PACKED)]
+    return [ShardLayout(length, *sizes, cu_seqlens) for sizes in SIZES for cu_seqlens in (None, PACKED)]
 
 
 def ranks(layout: ShardLayout) -> list[tuple[int, int]]:
@@ -76,19 +76,19 @@ def test_zigzag() -> None:
 @pytest.mark.parametrize(("size", "rank"), [(size, rank) for size in (2, 4) for rank in range(size)])
 def test_documents_are_cut_as_transformer_engine_cuts_them(size: int, rank: int) -> None:
     expected = thd_get_partitioned_indices(torch.tensor(PACKED), 96, size, rank).tolist()
-    assert positions(ShardLayout(96, size, borders=PACKED).held((rank, 0))) == expected
+    assert positions(ShardLayout(96, size, cu_seqlens=PACKED).held((rank, 0))) == expected
     assert positions(ShardLayout(96, size).held((rank, 0))) != expected
 
 
-@pytest.mark.parametrize("borders", [(0, 8, 30, 96), (0, 8, 88), (8, 96), (0, 8, 4, 96)])
-def test_documents_that_cannot_be_cut_are_refused(borders: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("cu_seqlens", [(0, 8, 30, 96), (0, 8, 88), (8, 96), (0, 8, 4, 96)])
+def test_documents_that_cannot_be_cut_are_refused(cu_seqlens: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"4 equal blocks, so cu_seqlens .* 0 to 96 in multiples of 4, and are \["):
-        ShardLayout(96, 2, borders=borders)
+        ShardLayout(96, 2, cu_seqlens=cu_seqlens)
 
 
 def test_documents_from_packing_lengths() -> None:
-    borders = torch.tensor([0, 5, 6, 20], dtype=torch.int32)
-    numbers = PackedLengths(borders).of(torch.zeros(1, 10, dtype=torch.long), (3, 13))
+    cu_seqlens = torch.tensor([0, 5, 6, 20], dtype=torch.int32)
+    numbers = PackedLengths(cu_seqlens).of(torch.zeros(1, 10, dtype=torch.long), (3, 13))
     assert numbers.tolist() == [[1, 1, 2, 3, 3, 3, 3, 3, 3, 3]]
 
 

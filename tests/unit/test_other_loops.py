@@ -194,7 +194,7 @@ NOT_CAUGHT = [({"layers": (1, "final")}, "of layer 1"), ({"placement": "pre-norm
 def test_states_that_were_not_caught_are_no_silent_loss(settings: dict, what: str) -> None:
     """A decoder that a loop calls piece by piece, or replays, passes no hook."""
     installed(**settings)
-    with pytest.raises(NotImplementedError, match=f"the states {what} did not come by"):
+    with pytest.raises(NotImplementedError, match=f"the states {what} were not caught"):
         train(Model())
 
 

@@ -92,7 +92,7 @@ def test_rows_of_a_part_of_the_output_layer_are_refused() -> None:
 
 
 NOT_COMPARED = [
-    ({"micro_batch_size": 1}, "the micro-batch size is 1: give --micro-batch-size 2 or more"),
+    ({"micro_batch_size": 1}, "a micro-batch has 1: give --micro-batch-size 2 or more"),
     ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
     ({"micro_batch_size": 2, "sequence_packing_scheduler": "dp_balanced"}, "packed rows hold several"),
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.kernels.torch import token_names
+from simreg_megatron.kernels.torch import label_ids_of
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._anchored import SIMILARITIES, get_similarity, unit_rows
 from simreg_megatron.losses._chunks import Block
@@ -310,7 +310,7 @@ def test_tokens_without_a_name_are_minus_one_in_every_type() -> None:
     """In bytes, -1 was 255, which is a label."""
     labels, usable = torch.tensor([[3, 255, 3, 0]]), torch.tensor([[True, True, False, False]])
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
-        names = token_names(labels.to(dtype), usable)
+        names = label_ids_of(labels.to(dtype), usable)
         assert names.tolist() == [[2, 3, -1, -1]], dtype
 
 

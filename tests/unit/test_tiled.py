@@ -109,7 +109,7 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
         _, slopes, kept = form.measure(tokens, (0, 8), 0.1, keep=keep)
         assert kept.pairs.numel() == (4 * 8 * 16 if keep else 0)
         grads.append(torch.empty_like(tokens.rows[:, :, :8]))
-        form.pull_back(tokens.rows, kept, torch.nn.functional.pad(slopes, (0, 8)), (0, 8), 0.1, grads[-1])
+        form.backward(tokens.rows, kept, torch.nn.functional.pad(slopes, (0, 8)), (0, 8), 0.1, grads[-1])
     torch.testing.assert_close(*grads)
 
 

@@ -31,7 +31,7 @@ class WrongFarAway(TorchForm):
 
     def finish(self, part: Kept, *given: Any) -> Measured:
         found = super().finish(part, *given)
-        return found._replace(terms=found.terms * 1.01) if part.names.shape[2] > 64 else found
+        return found._replace(terms=found.terms * 1.01) if part.label_ids.shape[2] > 64 else found
 
 
 CPU = torch.device("cpu")
@@ -46,8 +46,8 @@ class WrongTerms(TorchForm):
 
 
 class WrongGradient(TorchForm):
-    def pull_back(self, *given: Any) -> None:
-        super().pull_back(*given)
+    def backward(self, *given: Any) -> None:
+        super().backward(*given)
         given[-1][:, :, ::5] *= 1.1
 
 
@@ -59,8 +59,8 @@ class Broken(TorchForm):
 class WrongForSomeAnchors(TorchForm):
     """Right where all tokens are anchors."""
 
-    def pull_back(self, rows: Tensor, *given: Any) -> None:
-        super().pull_back(rows, *given)
+    def backward(self, rows: Tensor, *given: Any) -> None:
+        super().backward(rows, *given)
         if given[-1].shape[2] < rows.shape[2]:
             given[-1][:, :, ::5] *= 1.1
 

@@ -155,7 +155,7 @@ def test_a_usable_row_that_is_not_finite_shows() -> None:
 @pytest.mark.parametrize("anchors", quick([(0, 45), (10, 37), (22, 45)], only((10, 37))))
 @pytest.mark.parametrize("way", quick(WAYS, only("panels")), indirect=True)
 def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> None:
-    """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]; the others' pull is known."""
+    """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]; the others' coeffs are known."""
     rows, labels = clustered()
     factors = torch.arange(1.0, 46).expand(2, 1, 45)
     grads, own = [], slice(*anchors)
@@ -163,10 +163,10 @@ def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> Non
         form = form_named(name)
         strided = given.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(1)
         tokens = Tokens(strided, labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
-        pull = factors.to(given.dtype) * form.measure(tokens, (0, 45), 0.1, keep=False).slopes
+        coeffs = factors.to(given.dtype) * form.measure(tokens, (0, 45), 0.1, keep=False).slopes
         kept = form.measure(tokens, anchors, 0.1, keep=True).kept
         grad = given.new_empty(anchors[1] - anchors[0], 2, given.shape[-1]).transpose(0, 1).unsqueeze(1)
-        form.pull_back(strided, kept, pull, anchors, 0.1, grad)
+        form.backward(strided, kept, coeffs, anchors, 0.1, grad)
         grads.append(grad)
         leaf = given.clone().requires_grad_()
         terms = simreg_loss(leaf, labels, temperature=0.1, reduction="none", impl="reference")
@@ -287,7 +287,7 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     )
     assert compiled.returncode == 0, compiled.stderr[-2000:]
     found = [json.loads(line) for line in compiled.stdout.splitlines()]
-    launched = {"_names_and_norms", "_pairs", "_terms", "_weights", "_product"}
+    launched = {"_ids_and_norms", "_pairs", "_terms", "_weights", "_product"}
     assert {kernel["kernel"] for kernel in found} == launched
     for kernel in found:
         may_spill = "odd width" in kernel["variant"] or (kernel["kernel"] == "_pairs" and architecture == 90)
