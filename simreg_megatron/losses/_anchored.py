@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of the baselines: one term per anchor, chunk by chunk, with the masks, borders and shards of SimReg.
+"""The frame of the baselines: one term per anchor, chunk by chunk, with the masks, documents and shards of SimReg.
 
 Similarities are shifted logits: s(a, k) = (sim(a, k) - sim(a, a)) / temperature. The shift cancels in losses that
 compare log-sums of one anchor, and keeps float32 exact where it matters: an anchor's own logit is 0, so nothing of size

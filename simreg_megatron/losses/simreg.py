@@ -156,7 +156,7 @@ def simreg_terms(
         usable: bool [b, n], from `usable_tokens`.
         roles: of the anchors, [b, number of anchors], from `token_roles`.
         anchors: (first, last) positions with a term, last not included; None is all.
-        documents, chunk_size, temperature, similarity, exponents, self_positive, impl: as in `simreg_loss`.
+        documents, chunk_size, temperature, similarity, exponents, self_positive: as in `simreg_loss`.
     """
     logits_of = get_similarity(similarity, exponents)
     contrast = anchored_terms(

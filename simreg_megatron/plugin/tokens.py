@@ -71,10 +71,8 @@ class Reader:
             refuse_cut(packing, sample_length, is_hybrid=is_hybrid, rows_split=shard.layout.rows_split)
             how: dict[str, Any] = {"contiguous": True}
             if getattr(packing, "cp_partition_mode", None) != "contiguous":
-                # This waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
-                how = {
-                    "cu_seqlens": tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))
-                }  # some end in copies of the last
+                # Some end in copies of the last. This waits for the device, as Megatron's scripts do for max_seqlen.
+                how = {"cu_seqlens": tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))}
             shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, **how))
         valid, heads = valid_tokens(labels, loss_mask), None
         if any(part.meets_heads for part in self.config.parts):
