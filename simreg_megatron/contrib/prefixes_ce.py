@@ -23,7 +23,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import as_batch, check_tokens
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
-from simreg_megatron.parallel.collectives import gather, share_work, wide
+from simreg_megatron.parallel.collectives import at_least_float32, gather, share_work
 from simreg_megatron.parallel.heads import Head, head_of, rows_in_shard
 from simreg_megatron.parallel.shard import SequenceShard
 
@@ -120,7 +120,7 @@ def head_terms(
     head = TruncatedHead(layer, prefixes, group, fuses)
     rows = hidden_states[..., : head.prefixes[-1]]
     if group is None:
-        rows = wide(rows)
+        rows = at_least_float32(rows)
     else:
         rows = _GatherRows.apply(rows, group) if shard.layout.rows_split else share_work(rows, group)
     local, here = rows_in_shard(labels.transpose(0, 1), layer.weight, group)
@@ -146,7 +146,7 @@ class TruncatedHead(NamedTuple):
 
     def logits(self, rows: Tensor, prefix: int) -> Tensor:
         """Compute [n, V] from rows [n, P], at least float32."""
-        return wide(self.layer.unscaled(rows, prefix)) * self.layer.scale
+        return at_least_float32(self.layer.unscaled(rows, prefix)) * self.layer.scale
 
     def tiles(self, num_tokens: int) -> Iterator[slice]:
         weight = self.layer.weight
@@ -160,7 +160,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.dtype = group, own.dtype
-        return wide(gather(own, group))
+        return at_least_float32(gather(own, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -48,7 +48,7 @@ Step = tuple[Span, Sequence[Span]]  # rows of tiles, and the columns of each
 class Plan(NamedTuple):
     side: int  # of a tile, at most
     region: int  # anchors whose gradient is added up at a time
-    together: int  # chunks
+    chunks_at_once: int
     kept: int  # numbers P that stay for the backward: those of all tiles, or none
 
 
@@ -61,27 +61,27 @@ class Tile(NamedTuple):
 
 
 def plan_for(rows: Tensor, anchors: Span, *, by_document: bool) -> Plan:
-    """Choose the largest tiles that fit, then the largest region, then as many chunks as there is room for."""
-    num_sequences, num_chunks, length, width = rows.shape
-    limits, wide, own = _limits(rows), _sum_dtype(rows).itemsize, rows.itemsize
+    """Choose the largest tiles that fit, then the largest region, then as many chunks at once as fit."""
+    (num_sequences, num_chunks, length, width), num_anchors = rows.shape, anchors[1] - anchors[0]
+    limits, sum_bytes, row_bytes = _limits(rows), _sum_dtype(rows).itemsize, rows.itemsize
 
     # Where no copy is needed to merge sequences with their chunks, the returned gradient itself is summed in.
-    in_place = own == wide and 1 in (num_sequences, num_chunks)
-    of_anchor, count = 0 if in_place else width * wide, anchors[1] - anchors[0]
+    grad_bytes = 0 if row_bytes == sum_bytes and 1 in (num_sequences, num_chunks) else width * sum_bytes  # of an anchor
 
-    def takes(side: int) -> int:
-        of_token = width * ((3 if length > side else 2) * wide + (own if own < wide else 0))
-        return side * (side * (_PAIR_MATRICES * wide + by_document) + of_token)
+    def tile_bytes(side: int) -> int:
+        per_token = width * ((3 if length > side else 2) * sum_bytes + row_bytes * (row_bytes < sum_bytes))
+        return side * (side * (_PAIR_MATRICES * sum_bytes + by_document) + per_token)
 
     side = max(1, min(limits.side, length))
-    while side > 16 and takes(side) + side * of_anchor > limits.work:
+    while side > 16 and tile_bytes(side) + side * grad_bytes > limits.work:
         side = -(-side // 2)
     pairs = num_sequences * num_chunks * count_pairs(triangle(anchors, length, side))
-    keeps = pairs * wide <= limits.kept and takes(side) + count * of_anchor <= limits.work
-    room = (limits.work + (0 if keeps else limits.kept) - takes(side)) // max(1, of_anchor)
-    region = max(1, count if in_place or room >= count else max(1, room // side) * side)
-    together = max(1, min(num_sequences * num_chunks, limits.work // (takes(side) + region * of_anchor)))
-    return Plan(side, region, together, pairs if keeps else 0)
+    keeps = pairs * sum_bytes <= limits.kept and tile_bytes(side) + num_anchors * grad_bytes <= limits.work
+    free_bytes = limits.work + (0 if keeps else limits.kept) - tile_bytes(side)
+    most = free_bytes // grad_bytes if grad_bytes else num_anchors
+    region = max(1, num_anchors if most >= num_anchors else max(1, most // side) * side)
+    chunks_at_once = limits.work // (tile_bytes(side) + region * grad_bytes)
+    return Plan(side, region, max(1, min(num_sequences * num_chunks, chunks_at_once)), pairs if keeps else 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -273,9 +273,9 @@ def _slabs(rows: Tensor, kept: Kept, temperature: float, plan: Plan) -> Iterator
     """Yield the chunks that are worked on together: several sequences, or several chunks of one."""
     masked, c = kept.label_ids < 0, temperature * math.log(2)
     bias = torch.full_like(kept.scale, -1.0 / c).masked_fill_(masked, -math.inf)
-    room = kept.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
+    room = kept.scale.new_empty(_PAIR_MATRICES, plan.chunks_at_once * plan.side**2)
     num_sequences, num_chunks = rows.shape[:2]
-    sequences, chunks = max(1, plan.together // max(1, num_chunks)), min(plan.together, max(1, num_chunks))
+    sequences, chunks = max(1, plan.chunks_at_once // max(1, num_chunks)), min(plan.chunks_at_once, max(1, num_chunks))
     for sequence in range(0, num_sequences, sequences):
         for chunk in range(0, num_chunks, chunks):
             slab = slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)

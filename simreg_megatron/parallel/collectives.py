@@ -19,13 +19,13 @@ from torch import Tensor
 from simreg_megatron.parallel.layout import RowPlan, Run
 
 
-def wide(rows: Tensor) -> Tensor:
+def at_least_float32(rows: Tensor) -> Tensor:
     """Convert half precision to float32, so that the gradients of several readers are summed in float32."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 @torch.no_grad()
-def bring_rows(rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
+def all_to_all_rows(rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
     """Exchange rows as `exchange_rows` does, in their own type and without a gradient."""
     sent = _taken(rows_SBD, [local for ranges in plan.send for local in ranges])
     received = rows_SBD.new_empty((sum(plan.receive_sizes), *rows_SBD.shape[1:]))
@@ -38,7 +38,7 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
         ctx.plan, ctx.group, ctx.shape, ctx.dtype = plan, group, rows_SBD.shape, rows_SBD.dtype
-        return wide(bring_rows(rows_SBD, plan, group))
+        return at_least_float32(all_to_all_rows(rows_SBD, plan, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -73,7 +73,7 @@ class _ShareWork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.dtype = group, rows.dtype
-        return wide(rows.view_as(rows))
+        return at_least_float32(rows.view_as(rows))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

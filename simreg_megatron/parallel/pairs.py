@@ -59,7 +59,7 @@ def terms_over_ranks(
 
     Args:
         hidden_states: [S, B, D] of this rank.
-        views: with `shard.rows_as_they_are(hidden_states, plan)`, in the order of this rank's rows.
+        views: with `shard.gathered_rows_detached(hidden_states, plan)`, in the order of this rank's rows.
     """
     return _SimReg.apply(hidden_states, views, shard, plan, pairs)
 
@@ -96,7 +96,7 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     coeffs_SB2 = shard.from_all_anchors((grad_terms * slopes_2BA).permute(2, 1, 0))
     coeffs = (shard.whole if plan.travels else shard.held)(coeffs_SB2.transpose(0, 1))
 
-    rows = shard.rows_as_they_are(hidden_states, plan)
+    rows = shard.gathered_rows_detached(hidden_states, plan)
     grad_ABD = hidden_states.new_empty(slopes_2BA.shape[2], *hidden_states.shape[1:])
     first = 0
     for (run, stretch), each in zip(parts, kept, strict=True):

@@ -174,8 +174,8 @@ def chunk_views(
     all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
     if config.chunk_weight != "token":
         _say_if_weightless(config, plan)
-    rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
-    head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
+    rows = shard.gathered_rows_detached(hidden_states, plan) if form else shard.gathered_rows(hidden_states, plan)
+    head_rows = None if heads is None else shard.gathered_rows_detached(heads, plan)
     relabels = None if for_log else config.record.relabels
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     known: dict[Run, tuple[_StretchLabels, TokenRoles]] = {}  # several runs of a rank may meet the same chunk

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.parallel.collectives import bring_rows, exchange_rows, gather_tokens, share_work, wide
+from simreg_megatron.parallel.collectives import (
+    all_to_all_rows,
+    at_least_float32,
+    exchange_rows,
+    gather_tokens,
+    share_work,
+)
 from simreg_megatron.parallel.layout import Rank, RowPlan, Run, ShardLayout, merged
 
 
@@ -88,21 +94,21 @@ class SequenceShard:
             return per_row
         return per_row[:, self.start : self.layout.part_start(self.rank[1] + 1)]
 
-    def rows_in_view(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
+    def gathered_rows(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
         """Return the rows that this rank's anchors meet, [B, N, D], at least float32; gradients go to their owners."""
         if self.tensor_group is not None and not self.layout.rows_split:
             rows_SBD = share_work(rows_SBD, self.tensor_group)
         if plan.travels and self.row_group is not None:
             rows, runs = exchange_rows(rows_SBD, plan, self.row_group), plan.needs
         else:
-            rows, runs = wide(rows_SBD), self.stretches
+            rows, runs = at_least_float32(rows_SBD), self.stretches
         return Located(rows.transpose(0, 1), runs)
 
-    def rows_as_they_are(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
+    def gathered_rows_detached(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
         """Return the same rows in their own type and without a gradient."""
         rows, runs = rows_SBD.detach(), self.stretches
         if plan.travels and self.row_group is not None:
-            rows, runs = bring_rows(rows, plan, self.row_group), plan.needs
+            rows, runs = all_to_all_rows(rows, plan, self.row_group), plan.needs
         return Located(rows.transpose(0, 1), runs)
 
     def from_all_anchors(self, of_anchors: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
 
 def _together(rows: Tensor, work: int, monkeypatch: pytest.MonkeyPatch) -> int:
     limit(monkeypatch, work=work)
-    return tiles.plan_for(rows, (0, 8), by_document=False).together
+    return tiles.plan_for(rows, (0, 8), by_document=False).chunks_at_once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
