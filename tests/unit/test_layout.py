@@ -82,7 +82,7 @@ def test_documents_are_cut_as_transformer_engine_cuts_them(size: int, rank: int)
 
 @pytest.mark.parametrize("cu_seqlens", [(0, 8, 30, 96), (0, 8, 88), (8, 96), (0, 8, 4, 96)])
 def test_documents_that_cannot_be_cut_are_refused(cu_seqlens: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"4 equal blocks, so cu_seqlens .* 0 to 96 in multiples of 4, and are \["):
+    with pytest.raises(ValueError, match=r"4 equal blocks, so cu_seqlens .* 0 to 96 in multiples of 4, but are \["):
         ShardLayout(96, 2, cu_seqlens=cu_seqlens)
 
 

@@ -89,7 +89,7 @@ def test_a_wrapper_that_passes_everything_on_is_no_obstacle(module: ModuleType, 
 @pytest.mark.megatron
 def test_a_new_release_is_installed_into_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "megatron_version", lambda: "0.99.0")
-    with pytest.warns(UserWarning, match="not yet tried with megatron-core 0.99.0") as caught:
+    with pytest.warns(UserWarning, match="not been tried with megatron-core 0.99.0") as caught:
         install(SimRegConfig(lambda_=1))
     uninstall()
     assert len([warning for warning in caught if "not yet tried" in str(warning.message)]) == 1
