@@ -25,6 +25,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 NOT_RUN = {
     ("docs/existing-pipeline.md", "from megatron.bridge"): "needs Megatron-Bridge; bridge_script.py has its protocol",
     ("docs/existing-pipeline.md", "from examples.heatmap"): "needs files of the probe; the demo draws its own this way",
+    ("docs/objectives.md", "import numpy"): "needs files of the demo",
     ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it with stand-ins for ms-swift",
     ("docs/ecosystem.md", "# my_configs.py"): "needs torchtitan; test_titan.py trains with such a config",
     ("docs/ecosystem.md", "# simreg_in_automodel.py"): "needs Automodel, and test_ecosystem.py runs it with it",
