@@ -158,6 +158,14 @@ def _train(plan: Plan) -> None:
             f"the checkpoint has another learning-rate schedule ({error}): add --override-opt_param-scheduler to take "
             "the new one, or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
         ) from None
+    except FileNotFoundError as error:
+        cache = flag_value(plan.flags, "--data-cache-path")
+        if cache is None or Path(cache) not in Path(error.filename or "/").parents:
+            raise
+        raise LaunchError(
+            f"{error.filename}, which the first rank has written, is not on this node: give an --output on a disk that "
+            "all nodes share"
+        ) from None
 
 
 def _interrupt_once(*_: object) -> None:

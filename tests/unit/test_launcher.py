@@ -611,6 +611,21 @@ def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
         assert done.returncode == 2 and done.stderr.startswith(f"error: {sentence}"), done.stderr
 
 
+def test_an_output_that_nodes_do_not_share_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Megatron's first rank writes the indices of the text, and all others read them."""
+    monkeypatch.setenv("RANK", "1")
+    made = plan("--output", str(tmp_path), "--data-cache-path", str(tmp_path / "cache"))
+
+    def reads(missing: Path) -> None:
+        monkeypatch.setattr("simreg_megatron.__main__.run", lambda *_, **__: missing.read_bytes())
+        launcher._train(made)
+
+    with pytest.raises(LaunchError, match=r"cache/index.npy, which the first rank .* on a disk that all nodes share"):
+        reads(tmp_path / "cache" / "index.npy")
+    with pytest.raises(FileNotFoundError, match=r"another.npy"):
+        reads(tmp_path / "another.npy")
+
+
 def test_a_run_without_megatron_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").touch()
