@@ -104,7 +104,7 @@ def dispersion_value(
 
 
 def _distances(rows: Tensor, clamp: float) -> Tensor:
-    """arccos(cos) / pi of all pairs, [b, k, k], at the clamped cosine, whose slope the gradient has, too."""
+    """Compute arccos(cos) / pi of all pairs, [b, k, k], value and slope at the clamped cosine; slope 0 if parallel."""
     units = unit_rows(rows)
     cosines = product(units, units.mT)
     at = cosines.detach().clamp(clamp - 1, 1 - clamp) + (cosines - cosines.detach())

@@ -244,7 +244,7 @@ class TorchForm(Form):
 
 
 def _prepared(tokens: Tokens, temperature: float) -> Kept:
-    """Compute scale, NaN or 0 for a row that is not finite, and label_ids of the tokens; zero rows are not usable.
+    """Compute scale, NaN or 0 for a row that is not finite, and label ids of the tokens; zero rows are not usable.
 
     The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
     """

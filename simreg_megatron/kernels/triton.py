@@ -370,7 +370,7 @@ class TritonForm(Form):
 
 
 def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
-    """Return rows as the kernels read them, and label_ids and 1 / |e| [b, c, n]; ValueError for rows of other types."""
+    """Return rows as the kernels read them, and label ids and 1 / |e| [b, c, n]; ValueError for rows of other types."""
     rows, unit = tokens.rows, 16 // tokens.rows.itemsize
     is_known = rows.dtype in (torch.bfloat16, torch.float32) and (rows.is_cuda or INTERPRETS)
     if not is_known or rows.shape[3] % unit:

@@ -113,7 +113,7 @@ def simreg_loss(
         dtype=torch.promote_types(embeddings.dtype, torch.float32),
     )  # fmt: skip
     impl = chosen_impl(impl, similarity, self_positive, embeddings)
-    if impl == "reference" or not labels.shape[1]:
+    if impl == "reference" or not labels.shape[1]:  # without tokens there is nothing to join
         terms = simreg_terms(
             embeddings, labels, usable, roles, documents=documents, chunk_size=chunk_size,
             temperature=float(temperature), similarity=similarity, exponents=exponents, self_positive=self_positive,
@@ -147,8 +147,8 @@ def simreg_terms(
 ) -> Tensor:
     """term_i = weight_i * softplus( LSE_{N_i}(s) - LSE_{P_i}(s) + offset_i ) of the anchors, [b, number of anchors].
 
-    The form for a rank that holds a part of a sequence: it computes the terms of its own tokens against all tokens
-    that they meet, and the gradient reaches all of them.
+    The reference, also for a rank that holds a part of a sequence: it computes the terms of its own tokens against
+    all tokens that they meet, and the gradient reaches all of them.
 
     Args:
         embeddings: [b, n, d]; n covers the chunks of the anchors from their first token on.

@@ -116,7 +116,7 @@ class Regularizer:
         self.inner_states = InnerStates(config)
         self.metrics = Metrics(config)
         self.strength = Strength(config)
-        self.has_seen_model = False  # whose loss it was given
+        self.has_seen_model = False  # set by the first micro-batch with labels
         self._is_sent, self.is_reached = False, False  # a term was sent with a loss; a gradient came back to it
 
     @property
