@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.launches [--output FOLDER]`: what SimReg adds to a micro-batch on a GPU, without one.
+"""`python -m benchmarks.launches`: what SimReg adds to a micro-batch on a GPU, without one.
 
 The plugin's own code runs forward and backward on tensors that have a device (CUDA) and no memory; every operator that
 reaches the device is counted, with the bytes that it reads and writes and the multiplications that it makes. Operators
@@ -44,7 +44,7 @@ from simreg_megatron.plugin.term import Regularizer
 
 FORMS = ("tiled", "triton")
 BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16
-_RESERVES = ("empty", "new_empty", "_local_scalar_dense", "_assert_async")
+_RESERVES = ("empty", "new_empty", "_local_scalar_dense")
 _LOOKS = (
     "profiler.", "prim.", "aten.promote_types", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.alias",
     "aten._reshape_alias",
