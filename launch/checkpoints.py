@@ -28,8 +28,8 @@ _DELETED = ".deleting"
 def iterations(folder: Path) -> list[int]:
     """List the iterations that `folder` has a checkpoint folder of, oldest first, whole or not."""
     with _if_there(folder):
-        found = (_ITERATION.fullmatch(name) for name in os.listdir(folder))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_ITERATION.fullmatch(name) for name in os.listdir(folder))
+        return sorted(int(match[1]) for match in matches if match)
     return []
 
 
@@ -124,8 +124,8 @@ def repair(folder: Path) -> list[str]:
     newest, known = newest_whole(folder), tracked(folder)
     if newest is not None and newest != known:
         _write_whole(folder / TRACKER, str(newest))
-        found = "was missing or damaged" if known is None else f"named {known}"
-        done.append(f"{folder / TRACKER} {found}: it names {newest}, the newest complete checkpoint")
+        was = "was missing or damaged" if known is None else f"named {known}"
+        done.append(f"{folder / TRACKER} {was}: it names {newest}, the newest complete checkpoint")
     elif newest is None and (folder / TRACKER).is_file() and _is_no_release(folder):
         if iterations(folder):  # FSDP's formats do not show which are complete
             raise LaunchError(f"{folder / TRACKER} is damaged: write the number of the newest complete one into it")

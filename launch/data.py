@@ -24,14 +24,14 @@ _AGAIN = "prepare the data again, or copy it again from where it was made"
 
 def prefixes(flags: Sequence[Flag], names: Sequence[str] = _FLAGS) -> list[str]:
     """Return the prefixes that these flags name, without weights and those of a remote store; none of chats."""
-    found: list[str] = []
+    named: list[str] = []
     for flag in flags if not _OF_CHATS & flag_names(flags) else ():
         if flag_name(flag) in names:
             value = flag[0].partition("=")[2]
             words = [value, *flag[1:]] if value else flag[1:]
             has_weights = len(words) % 2 == 0 and all(map(_NUMBER.fullmatch, words[::2]))
-            found += words[1::2] if has_weights else words
-    return [prefix for prefix in found if "://" not in prefix]
+            named += words[1::2] if has_weights else words
+    return [prefix for prefix in named if "://" not in prefix]
 
 
 def tokens_there(flags: Sequence[Flag]) -> int | None:

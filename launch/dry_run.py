@@ -83,12 +83,12 @@ def describe_simreg(plan: Plan) -> str:
         return "measured, not trained on"
     hidden = flag_number(plan.flags, "--hidden-size", 1)
     auto = {part: " (auto)" if part.lambda_ == "auto" else "" for part in config.parts}
-    found = ", ".join(f"{part.objective}, lambda {part.weight(hidden):g}{auto[part]}" for part in config.parts)
+    objectives = ", ".join(f"{part.objective}, lambda {part.weight(hidden):g}{auto[part]}" for part in config.parts)
     notes = "".join(f" ({n})" for part in config.parts if (n := note_on_lambda(part.objective, part.lambda_, hidden)))
     if not any(part.record.compares_in_chunks(part.options) for part in config.parts):
-        return f"{found}{notes}"
+        return f"{objectives}{notes}"
     chunks = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
-    return f"{found}, {chunks}{notes}"
+    return f"{objectives}, {chunks}{notes}"
 
 
 def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:

@@ -84,8 +84,8 @@ def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float]
     with preflight.silence():
         from megatron.training.theoretical_memory_usage import report_theoretical_memory
 
-        found = report_theoretical_memory(args, num_microbatches=micro_batches)
-    return None if found is None else (found[0] / 1024, found[1] / 1024)
+        memory = report_theoretical_memory(args, num_microbatches=micro_batches)
+    return None if memory is None else (memory[0] / 1024, memory[1] / 1024)
 
 
 def main() -> None:
@@ -94,8 +94,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"put the table there, between {_BEGIN} and {_END}")
     options = parser.parse_args()
     models = [path.stem for path in (LAYOUTS / options.layout).glob("*.args")]
-    found = [cells for _, cells in sorted(row(options.layout, model) for model in models)]
-    lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *found)]
+    rows = [cells for _, cells in sorted(row(options.layout, model) for model in models)]
+    lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *rows)]
     print("\n".join(lines))
     if options.output:
         from tools import tables  # which are of the repository alone: nothing that runs needs them

@@ -38,11 +38,11 @@ def flag_names(flags: Iterable[Flag]) -> set[str]:
 
 def flag_value(flags: Iterable[Flag], name: str) -> str | None:
     """Return the first value of a flag's last occurrence, as argparse reads it; None if absent or bare."""
-    found = None
+    value = None
     for flag in flags:
         if flag_name(flag) == name:
-            found = flag[0].partition("=")[2] or (flag[1] if len(flag) > 1 else None)
-    return found
+            value = flag[0].partition("=")[2] or (flag[1] if len(flag) > 1 else None)
+    return value
 
 
 def flag_number(flags: Iterable[Flag], name: str, default: int) -> int:

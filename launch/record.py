@@ -43,8 +43,8 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     write_text(folder / "command.txt", masked(shlex.join([sys.executable, *sys.argv])) + "\n")
     write_text(folder / "flags.txt", "".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
     write_text(folder / "environment.txt", "".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))
-    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
-    packages = {name: found[name] for name in sorted(filter(None, found))}
+    versions = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    packages = {name: versions[name] for name in sorted(filter(None, versions))}
     of_source = {"script": str(plan.script), "packages": packages, "git": _run([*_GIT, "rev-parse", "HEAD"])}
     (folder / "versions.json").write_text(json.dumps({"python": sys.version, **of_source}, indent=1) + "\n")
     changes = _run([*_GIT, "diff", "HEAD"])
@@ -75,7 +75,7 @@ def shown(environ: Mapping[str, str]) -> list[str]:
 def masked(text: str) -> str:
     """Redact credentials in addresses, flags and variables."""
     text = _OF_FLAG.sub(r"\1***", _IN_ADDRESS.sub("***", text))
-    return _ASSIGNED.sub(lambda found: found.expand(r"\1\2=***") if _SECRET.search(found[2]) else found[0], text)
+    return _ASSIGNED.sub(lambda match: match.expand(r"\1\2=***") if _SECRET.search(match[2]) else match[0], text)
 
 
 def _run(command: list[str]) -> str:

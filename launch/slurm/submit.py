@@ -196,10 +196,10 @@ def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
 
 def memory_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> list[str]:
     """Return Megatron's estimate of a GPU's memory as a line, if it has one."""
-    found = gpu_memory(args, vocabulary_of(plan)) if args and job.site.gpus_per_node else None
-    if found is None:
+    memory = gpu_memory(args, vocabulary_of(plan)) if args and job.site.gpus_per_node else None
+    if memory is None:
         return []
-    weights, activations = found
+    weights, activations = memory
     total = f"{weights + activations:,.1f} GiB of a GPU's {job.site.gpu_memory}, by Megatron's estimate"
     return [f"memory    {total} ({weights:,.1f} of weights and optimizer and {activations:,.1f} of activations)"]
 

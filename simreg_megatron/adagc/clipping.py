@@ -100,15 +100,15 @@ class Clipping:
             return norm
 
         def clipped() -> Any:
-            found = self.clip()
+            result = self.clip()
             # The first host sync of the step; the clipping kernels are queued already.
             if not all(math.isfinite(norm) for norm in self._norms):
                 self._adagc.steps -= 1  # nothing is stepped, and no average has moved
                 return False
             steps, share, smallest, norm = self._sums
-            share = share + (found.coefficients < 1).double().mean()
-            smallest = found.coefficients.min().double().clamp(max=smallest)
-            self._sums = steps + 1, share, smallest, norm + found.global_norm.double()
+            share = share + (result.coefficients < 1).double().mean()
+            smallest = result.coefficients.min().double().clamp(max=smallest)
+            self._sums = steps + 1, share, smallest, norm + result.global_norm.double()
             return step_with_ready_grads()
 
         optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
@@ -130,11 +130,11 @@ class Clipping:
             slots = _indices(tuple(slot for slot, _ in counted), squares.device)
             squares.index_add_(0, slots, norms.double().square())
         dist.all_reduce(squares)
-        found: Clipped = self._adagc.step(squares)
+        result: Clipped = self._adagc.step(squares)
         if grads:
             slots = _indices(tuple(held.slot for held, _ in grads), squares.device)  # few, if ranks hold other experts
-            torch._foreach_mul_([grad for _, grad in grads], found.coefficients.float()[slots].unbind())
-        return found
+            torch._foreach_mul_([grad for _, grad in grads], result.coefficients.float()[slots].unbind())
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers by parameter name, which any layout can read; before `attach`, the loaded checkpoint's."""
@@ -207,12 +207,12 @@ def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int],
 def _apart(named: Iterable[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
     """Find parameters of detached prediction heads, which have a norm of their own: bool [N], or None. A collective."""
     theirs = {entry.name for entry in named if getattr(entry.parameter, "grad_norm_group", None) is not None}
-    found = torch.tensor([name in theirs for name in slots], dtype=torch.int64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if not found.any():
+    is_apart = torch.tensor([name in theirs for name in slots], dtype=torch.int64, device=device)
+    dist.all_reduce(is_apart, op=dist.ReduceOp.MAX)
+    if not is_apart.any():
         return None
     if variant == "global":
         raise NotImplementedError(
             "--adagc-variant global has one norm, and --mtp-detach-heads asks for a second one: drop one of them"
         )
-    return found.bool()
+    return is_apart.bool()

@@ -96,8 +96,8 @@ def _counted_experts(name: str, config: Any) -> str:
         return name
     experts_here = config.num_moe_experts // config.expert_model_parallel_size
     first = parallel_state.get_expert_model_parallel_rank() * experts_here
-    name = _SEQUENTIAL_EXPERT.sub(lambda found: str(first + int(found[0])), name)
-    return _GROUPED_EXPERT.sub(lambda found: f"{found[1]}{first + int(found[2])}", name)
+    name = _SEQUENTIAL_EXPERT.sub(lambda match: str(first + int(match[0])), name)
+    return _GROUPED_EXPERT.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)
 
 
 def refuse_hidden(args: Any) -> None:

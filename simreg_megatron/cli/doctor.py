@@ -79,10 +79,10 @@ def _look_at_script(script: Path) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError, tokenize.TokenError) as error:
         raise SentenceError(f"cannot read {script} as Python: {error}") from None
     sys.path.insert(0, str(script.resolve().parent))
-    found = None
+    spec = None
     with contextlib.suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec("megatron.core")  # in a tree on PYTHONPATH before an installed one
-    place = Path(found.origin).parents[2] if found and found.origin else "nowhere: it is not installed"
+        spec = importlib.util.find_spec("megatron.core")  # in a tree on PYTHONPATH before an installed one
+    place = Path(spec.origin).parents[2] if spec and spec.origin else "nowhere: it is not installed"
     yield f"Script: {script}, with Megatron from {place}."
     if {"simreg_megatron", "install"} <= names:
         yield _INSTALLS
@@ -107,8 +107,8 @@ _NO_LOOP = (
 
 def _device_sentence(torch: Any) -> str:
     if torch.cuda.is_available():
-        found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-        return f"Device: {found}; `simreg-megatron doctor --gpu` tries a step there."
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        return f"Device: {gpus}; `simreg-megatron doctor --gpu` tries a step there."
     return "Device: no GPU; the launch scripts train on the CPU by themselves, your own script does with --simreg-cpu."
 
 
@@ -176,10 +176,10 @@ def _print_seams() -> bool:
     with contextlib.suppress(compat.MegatronSeamError):
         seams = [seam for seam, _ in hooks.seams_to_wrap(with_flags=True)]
     for seam in seams:
-        found = "found"
+        status = "found"
         try:
             seam.holder()
         except compat.MegatronSeamError as error:
-            complete, found = False, f"missing: {error}"
-        print(f"  {seam.path}: {found}\n    {seam.purpose}")
+            complete, status = False, f"missing: {error}"
+        print(f"  {seam.path}: {status}\n    {seam.purpose}")
     return complete

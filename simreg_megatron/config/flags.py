@@ -206,7 +206,7 @@ def refuse_unknown(words: Iterable[str], known: Iterable[str]) -> None:
         for family in filter(name.startswith, _FAMILIES):
             tail = name.removeprefix(family)
             tails = [option.removeprefix(family) for option in known if option.startswith(family)]
-            near = [family + found for found in difflib.get_close_matches(tail, tails, n=1)]
+            near = [family + match for match in difflib.get_close_matches(tail, tails, n=1)]
             hint = "`simreg-megatron flags` lists them"
             if meant := MEANT.get(tail) or "".join(near):
                 hint = f"did you mean {meant}?"

@@ -77,8 +77,8 @@ def checked_lambda(value: float | str) -> float | str:
 
 def checked_layers(value: object) -> tuple[int | str, ...]:
     """("final",), (3, "final"), or the same as text: "3,final". Numbers first, each once, ascending."""
-    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
-    texts: list[Any] = [str(word).strip() for word in given]
+    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
+    texts: list[Any] = [str(word).strip() for word in entries]
     wrong = [text for text in texts if text != "final" and not counts_from_one(text)] if texts else [value]
     if wrong:
         raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {wrong[0]!r}")
@@ -87,7 +87,7 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
 
 def checked_together(settings: Settings, defaults: Settings, parts: Sequence[Any]) -> Pairs:
     """Return the options of all parts; a setting that no part knows is refused."""
-    own = [(f"{part.objective}.{name}", value) for part in parts for name, value in part.objective_options]
+    options = [(f"{part.objective}.{name}", value) for part in parts for name, value in part.objective_options]
     idle = set(defaults.keys() - set(_OWN)).intersection(*(part.idle_settings for part in parts))
     of_head = next((part.objective for part in parts if part.through_head), "")
     refuse(
@@ -101,8 +101,8 @@ def checked_together(settings: Settings, defaults: Settings, parts: Sequence[Any
          f"SimReg objective {of_head} is of the final states only, which enter the output layer: drop "
          "--simreg-layers and --simreg-placement"),
     )  # fmt: skip
-    given = words(settings["objective_options"])
-    return (*own, *((name, float(str(value))) for name, value in given if name.endswith(".temperature")))
+    pairs = words(settings["objective_options"])
+    return (*options, *((name, float(str(value))) for name, value in pairs if name.endswith(".temperature")))
 
 
 def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
         taker = _taker(settings, list(weights))
         if (own := options[taker].setdefault("temperature", shared)) != shared:
             raise ValueError(f"SimReg temperature {shared} has no effect next to {taker}.temperature={own}: drop one")
-    found = []
+    parts = []
     for objective, weight in weights.items():
         temperature, record = options[objective].pop("temperature", None), objectives.find(objective)
         if temperature is not None:
@@ -129,25 +129,25 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
         checked = checked_options(record, options[objective])
         known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
         own = {"objective": objective, "lambda_": weight, "objective_options": checked, "temperature": temperature}
-        found.append({name: settings[name] for name in known} | own)
-    return found
+        parts.append({name: settings[name] for name in known} | own)
+    return parts
 
 
 def _weights(text: str) -> dict[str, float | str]:
     """ "simreg:auto,sigreg:0.05" by name."""
     known = [name for name in objectives.names() if name != "none"]
-    found: dict[str, float | str] = {}
+    weights: dict[str, float | str] = {}
     for word in text.split(","):
         name, colon, weight = (piece.strip() for piece in word.partition(":"))
         refuse(
-            (not colon or name not in known or name in found,
+            (not colon or name not in known or name in weights,
              f"SimReg objective {text!r} must be one name, or several different ones with a weight each, such as "
              f"simreg:auto,sigreg:0.05; choose from {', '.join(known)}"),
             (colon and number_of(weight) == 0,
              f"SimReg objective {name} has weight 0 in {text!r}: give it another, or leave it out"),
         )  # fmt: skip
-        found[name] = checked_lambda(weight)
-    return found
+        weights[name] = checked_lambda(weight)
+    return weights
 
 
 def _taker(settings: Settings, names: list[str]) -> str:

@@ -162,12 +162,12 @@ def sce_terms(
         itself = self_pairs(block) & same
         others = (same | negative) & ~itself
         with torch.no_grad():
-            found = _softmax(cosine_logits(block, target_temperature), others)
+            softmax = _softmax(cosine_logits(block, target_temperature), others)
             wanted = {"label": same & ~itself if exclude_self else same, "instance": itself}[target]
-            even = wanted.to(found.dtype) / wanted.sum(dim=-1, keepdim=True).clamp(min=1)
-            weights = coupling * even + (1 - coupling) * found
+            even = wanted.to(softmax.dtype) / wanted.sum(dim=-1, keepdim=True).clamp(min=1)
+            weights = coupling * even + (1 - coupling) * softmax
             if exclude_self:
-                weights = torch.where(wanted.any(dim=-1, keepdim=True), weights, found)
+                weights = torch.where(wanted.any(dim=-1, keepdim=True), weights, softmax)
         logits = cosine_logits(block, temperature, keys=block.rows.detach())
         members = others if exclude_self else same | negative
         losses = (weights * (log_sum(logits, members).unsqueeze(-1) - logits)).sum(dim=-1)

@@ -86,10 +86,10 @@ def prefixes_within(prefixes: tuple[int, ...], width: int, most: int) -> tuple[i
     Raises:
         ValueError: one of them has no feature, or more than `most`.
     """
-    found = prefixes or default_prefixes(width)
-    if outside := [prefix for prefix in found if not 1 <= prefix <= most]:
+    chosen = prefixes or default_prefixes(width)
+    if outside := [prefix for prefix in chosen if not 1 <= prefix <= most]:
         raise ValueError(f"a prefix must be from 1 to {most} features of {width}, got {outside[0]}.")
-    return found
+    return chosen
 
 
 def default_prefixes(width: int) -> tuple[int, ...]:

@@ -37,8 +37,8 @@ class OwnTokens(NamedTuple):
 
 def own_tokens(views: list[View], shard: SequenceShard) -> OwnTokens:
     embeddings, labels, usable = (
-        torch.cat([per_token[:, slice(*view.anchors)] for per_token, view in zip(found, views, strict=True)], dim=1)
-        for found in zip(*((view.embeddings, view.labels, view.usable) for view in views), strict=True)
+        torch.cat([per_token[:, slice(*view.anchors)] for per_token, view in zip(per_view, views, strict=True)], dim=1)
+        for per_view in zip(*((view.embeddings, view.labels, view.usable) for view in views), strict=True)
     )
     runs = shard.layout.anchors(shard.rank)
     positions = torch.cat([torch.arange(first, last, device=embeddings.device) for first, last in runs])

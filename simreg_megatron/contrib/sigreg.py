@@ -143,8 +143,8 @@ def statistic(sums: Tensor, counts: Tensor, estimator: str) -> Tensor:
     waves = sums / counts.to(sums.dtype).clamp(min=1)[..., None, None, None]
     cosines, sines = waves.unbind(dim=-3)
     gaps = ((cosines - (-0.5 * at.square()).exp().unsqueeze(-1)).square() + sines.square()).mean(dim=-1)
-    found = (gaps * _weights(at, estimator)).sum(dim=-1)
-    return torch.where(counts > 0, found * counts if estimator == "epps-pulley" else found, 0.0)
+    distance = (gaps * _weights(at, estimator)).sum(dim=-1)
+    return torch.where(counts > 0, distance * counts if estimator == "epps-pulley" else distance, 0.0)
 
 
 def spread(of_samples: Tensor, members: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ def _replace_tensor_types(torch: Any) -> None:
     tensor_type = torch.Tensor.type
 
     def spelled_as_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = tensor_type(self, *args, **kwargs)  # a name, unless a type is asked for
-        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found  # as Megatron asserts
+        spelled = tensor_type(self, *args, **kwargs)  # a name, unless a type is asked for
+        return spelled.replace("torch.", "torch.cuda.") if isinstance(spelled, str) else spelled  # as Megatron asserts
 
     torch.Tensor.type = spelled_as_cuda
 

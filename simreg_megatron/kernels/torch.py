@@ -137,8 +137,8 @@ class _Chunks:
         """Compute H_ij [m, r, s] from (a, -b) of all tokens [2, m, k]."""
         both, buffer = self._matrices(tile, 1, 2), self._matrices(tile, 0, 1)[0]
         torch.add(coeffs[:, :, slice(*tile.one), None], coeffs[:, :, None, slice(*tile.other)], out=both)
-        found = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
-        return found.mul_(self._exponentials(tile, buffer) if tile.kept is None else tile.kept)
+        factors = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
+        return factors.mul_(self._exponentials(tile, buffer) if tile.kept is None else tile.kept)
 
     def _exponentials(self, tile: Tile, into: Tensor) -> Tensor:
         """Compute P_ij [m, r, s]; 0 for pairs that do not meet and for a token with itself.
@@ -186,9 +186,9 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], coeffs: Tensor, reg
     left = tile.left
     del tile  # and its memory
     for one, _ in steps:  # from g to the gradient; 0 for rows that are not usable
-        found, factor = at(one), left if is_one_tile else chunks.factor(one)
-        radial = (found * factor).sum(dim=-1, keepdim=True)
-        found.addcmul_(radial, factor, value=-chunks.c).mul_(chunks.scale[:, slice(*one), None] * chunks.c)
+        grad_rows, factor = at(one), left if is_one_tile else chunks.factor(one)
+        radial = (grad_rows * factor).sum(dim=-1, keepdim=True)
+        grad_rows.addcmul_(radial, factor, value=-chunks.c).mul_(chunks.scale[:, slice(*one), None] * chunks.c)
     if not is_in_place:
         grad.copy_(of_factor.view_as(grad))
 

@@ -89,8 +89,8 @@ def _column_of(tile, guess):
 @triton.jit
 def _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j):
     """Compute W from P."""
-    found = tl.where(same, -(b_i[:, None] + b_j[None, :]), a_i[:, None] + a_j[None, :]) * exponentials
-    return found * scale_i[:, None] * scale_j[None, :]
+    factors = tl.where(same, -(b_i[:, None] + b_j[None, :]), a_i[:, None] + a_j[None, :]) * exponentials
+    return factors * scale_i[:, None] * scale_j[None, :]
 
 
 @triton.jit
@@ -253,22 +253,22 @@ def _product(
         chunk, tile = work // (down * across), work % (down * across)
         row, feature = tile % down * BM, tile // down * BN
         b, c = chunk // chunks, chunk % chunks
-        found = tl.zeros((BM, BN), tl.float32)
+        products = tl.zeros((BM, BN), tl.float32)
         for start in range(0, length, BK):
             left = lefts.load([chunk, row, start]).reshape(BM, BK)
             right = rights.load([b, c, start, feature]).reshape(BK, BN)
             if WIDEN:
                 left, right = left.to(tl.float32), right.to(tl.float32)
-            found = tl.dot(left, right, found, input_precision=PRECISION)
+            products = tl.dot(left, right, products, input_precision=PRECISION)
         # Pointers: descriptors would need shared memory that prefetches the next tile.
         i, j = row + tl.arange(0, BM), feature + tl.arange(0, BN)
         inside = (i < height)[:, None] & (j < width)[None, :]
-        own = rows + b.to(tl.int64) * stride_b + c.to(tl.int64) * stride_c
-        own += (first + i)[:, None].to(tl.int64) * stride_k + j[None, :]
+        at = rows + b.to(tl.int64) * stride_b + c.to(tl.int64) * stride_c
+        at += (first + i)[:, None].to(tl.int64) * stride_k + j[None, :]
         along = tl.load(radial + chunk * height + i, i < height, 0.0)
-        found -= along[:, None] * tl.load(own, inside, 0.0).to(tl.float32)
+        products -= along[:, None] * tl.load(at, inside, 0.0).to(tl.float32)
         to = grad + b.to(tl.int64) * grad_b + c.to(tl.int64) * grad_c + i[:, None].to(tl.int64) * grad_k + j[None, :]
-        tl.store(to, found.to(grad.dtype.element_ty), inside)
+        tl.store(to, products.to(grad.dtype.element_ty), inside)
 
 
 INTERPRETS = not isinstance(_pairs, triton.runtime.JITFunction)
@@ -308,18 +308,18 @@ class TritonForm(Form):
             pairs = _room_for_pairs(rows, last - first) if keep else part.pairs
             sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
             return part._replace(pairs=pairs), sums
-        given = [(anchors, (0, first)), (anchors, (last, length))] if rectangles is None else rectangles
-        found = part.scale.new_zeros(2, *part.label_ids.shape, dtype=torch.float64)
+        others = [(anchors, (0, first)), (anchors, (last, length))] if rectangles is None else rectangles
+        totals = part.scale.new_zeros(2, *part.label_ids.shape, dtype=torch.float64)
         panels = [(one, one) for one in cut(anchors, PANEL)]  # so that the sums of tiles stay few
         panels += [(one, (one[1], last)) for one in cut(anchors, PANEL)]
-        panels += [(piece, other) for one, other in given for piece in cut(one, PANEL)]
+        panels += [(piece, other) for one, other in others for piece in cut(one, PANEL)]
         for one, other in panels:
             if one[0] < one[1] and other[0] < other[1] and rows.numel():
                 of_rows, of_columns = _run_pairs(rows, part, one, other, temperature, part.pairs)
-                found[..., slice(*one)] += of_rows.sum(dim=3, dtype=torch.float64)
+                totals[..., slice(*one)] += of_rows.sum(dim=3, dtype=torch.float64)
                 if one != other:
-                    found[..., slice(*other)] += of_columns.sum(dim=3, dtype=torch.float64)
-        return part, found[..., first:last] if rectangles is None else found
+                    totals[..., slice(*other)] += of_columns.sum(dim=3, dtype=torch.float64)
+        return part, totals[..., first:last] if rectangles is None else totals
 
     def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
         sums = (sums if sums.dim() == 5 else sums.unsqueeze(3)).contiguous()  # [2, b, c, tiles, p]
@@ -346,22 +346,22 @@ class TritonForm(Form):
         pitch, constants, tile = room.shape[2], _constants(rows), PRODUCT[_kind(rows)]
         for start, end in panels:
             height = end - start
-            own = room.view(-1)[: num_chunks * height * pitch].view(num_chunks, height, pitch)
+            weights = room.view(-1)[: num_chunks * height * pitch].view(num_chunks, height, pitch)
             if is_kept:
                 radial = kept.scale.new_empty(num_chunks, height)
                 run(
                     _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
-                    own, pitch, num_chunks, length, kept.label_ids, kept.scale, coeffs, start, height,
+                    weights, pitch, num_chunks, length, kept.label_ids, kept.scale, coeffs, start, height,
                     math.log(2) * temperature, radial, IS_FAST=not INTERPRETS and torch.version.hip is None, **WEIGHTS,
                 )  # fmt: skip
             else:
-                of_tiles, _ = _run_pairs(rows, kept, (start, end), (0, length), temperature, own, coeffs)
+                of_tiles, _ = _run_pairs(rows, kept, (start, end), (0, length), temperature, weights, coeffs)
                 radial = of_tiles.sum(dim=2)
             into = grad[:, :, start - anchors[0] : end - anchors[0]]
             tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
             run(
                 _product, (min(tiles, constants["SMS"] * tile["PER_SM"]),),
-                own, pitch, num_chunks, height, start, rows, rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
+                weights, pitch, num_chunks, height, start, rows, rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
                 radial, into, *into.stride()[:3], **constants, **tile,
             )  # fmt: skip
 

@@ -137,8 +137,8 @@ def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, list[Te
     parameters = [parameter for name, parameter in named if f".{learnable.PREFIX}" not in f".{name}"]  # SimReg's own
     # Megatron's data parallelism has the gradients in `main_grad`, and leaves `grad` empty.
     both = ((getattr(parameter, "main_grad", None), parameter.grad) for parameter in parameters)
-    found = (grad if main is None else main for main, grad in both)
-    return loss, [gradient.detach() for gradient in found if gradient is not None]
+    grads = (grad if main is None else main for main, grad in both)
+    return loss, [grad.detach() for grad in grads if grad is not None]
 
 
 def _clear(models: Any) -> None:

@@ -123,8 +123,8 @@ class Stretch(NamedTuple):
         if per_token is None:
             return None
         first, last = self.tokens
-        own = per_token if (first, last) == (0, per_token.shape[1]) else per_token[:, first:last]
-        return own.view(len(own), (last - first) // self.length, self.length, *own.shape[2:])  # unflatten is slower
+        part = per_token if (first, last) == (0, per_token.shape[1]) else per_token[:, first:last]
+        return part.view(len(part), (last - first) // self.length, self.length, *part.shape[2:])  # unflatten is slower
 
 
 @functools.lru_cache(maxsize=256)
@@ -132,17 +132,17 @@ def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> tuple[Stretch,
     """Cut into at most four: all full chunks that hold nothing but anchors together, every other chunk separately."""
     length = chunk_length(num_tokens, chunk_size)
     position, last = anchors
-    found = []
+    parts = []
     while position < last:
         start = position // length * length
         stop = min(start + length, num_tokens)
         if position == start and start + length <= last:
             stop = last // length * length
-            found.append(Stretch((start, stop), length, (0, length)))
+            parts.append(Stretch((start, stop), length, (0, length)))
         else:
-            found.append(Stretch((start, stop), stop - start, (position - start, min(last, stop) - start)))
+            parts.append(Stretch((start, stop), stop - start, (position - start, min(last, stop) - start)))
         position = min(last, stop)
-    return tuple(found)
+    return tuple(parts)
 
 
 def block_of(stretch: Stretch, embeddings: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None) -> Block:

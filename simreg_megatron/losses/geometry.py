@@ -87,13 +87,13 @@ def row_cosines(
         return RowCosines._make(map(torch.cat, zip(*some, strict=True)))
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
     nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
-    ids, found = label_ids(labels, usable, documents), []
+    ids, of_stretches = label_ids(labels, usable, documents), []
     with no_autocast(embeddings.device.type):
         for stretch in _parts(stretches(labels.shape[1], chunk_size, anchors), embeddings):
             block = _block_of_units(stretch, embeddings, ids, usable, documents)
             strips = [_strip(block, span) for span in _strips(block)]
-            found.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
-    return RowCosines._make(map(joined, zip(*(found or [nothing]), strict=True)))
+            of_stretches.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
+    return RowCosines._make(map(joined, zip(*(of_stretches or [nothing]), strict=True)))
 
 
 def _fitting(tokens: int, embeddings: Tensor) -> int:

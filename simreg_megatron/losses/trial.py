@@ -59,8 +59,8 @@ def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
             for tokens, num_ranks, how in ((whole, 1, ""), (shared, 3, " on chunks that ranks share")):
                 first = Tokens._make(None if part is None else part[:2] for part in tokens)
                 exact = _computed("tiled", first._replace(rows=first.rows.float()), tau, 1)
-                found = _computed(impl, tokens, tau, num_ranks)
-                errors = [(mine[:2] - right).norm() / right.norm() for mine, right in zip(found, exact, strict=True)]
+                computed = _computed(impl, tokens, tau, num_ranks)
+                errors = [(got[:2] - right).norm() / right.norm() for got, right in zip(computed, exact, strict=True)]
                 if not all(error <= bound for error, bound in zip(errors, bounds, strict=True)):  # nor if one is NaN
                     return "is wrong{} (terms off by {:.1e}, gradient by {:.1e})".format(how, *errors)
     except Exception as error:  # a kernel that does not compile, memory that is not there, ...
@@ -72,11 +72,11 @@ def _computed(impl: str, tokens: Tokens, tau: float, num_ranks: int) -> tuple[Te
     """Compute SimReg's terms and the gradient of their sum, as ranks do that hold a span of each chunk."""
     form, length, grad = form_named(impl), tokens.rows.shape[2], torch.empty_like(tokens.rows)
     spans = cut((0, length), max(1, -(-length // num_ranks)))
-    found = [form.measure(tokens, span, tau, keep=True) for span in spans]
-    coeffs = torch.cat([each.slopes for each in found], dim=-1)
-    for span, each in zip(spans, found, strict=True):
+    measured = [form.measure(tokens, span, tau, keep=True) for span in spans]
+    coeffs = torch.cat([each.slopes for each in measured], dim=-1)
+    for span, each in zip(spans, measured, strict=True):
         form.backward(tokens.rows, each.kept, coeffs, span, tau, grad[:, :, slice(*span)])
-    return torch.cat([each.terms for each in found], dim=-1), grad
+    return torch.cat([each.terms for each in measured], dim=-1), grad
 
 
 def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:

@@ -161,17 +161,17 @@ class Objective:
 def words(value: object) -> list[tuple[str, object]]:
     """Read options given as a mapping, as pairs, or as text: "form=supcon_out,self_positive=never"."""
     if isinstance(value, str):
-        found: list[Any] = [word.partition("=")[::2] for word in value.split(",") if word]
+        pairs: list[Any] = [word.partition("=")[::2] for word in value.split(",") if word]
     elif isinstance(value, Mapping):
-        found = list(value.items())
+        pairs = list(value.items())
     else:
-        found = list(value) if isinstance(value, list | tuple) else [value]
-    for pair in found:
+        pairs = list(value) if isinstance(value, list | tuple) else [value]
+    for pair in pairs:
         if not (isinstance(pair, list | tuple) and len(pair) == 2):
             kinds = 'a mapping, pairs, or text such as "form=supcon_out,self_positive=never"'
             raise ValueError(f"SimReg objective options must be {kinds}, not {pair!r}")
     named = []
-    for word, setting in found:  # "self-positive" is self_positive; the objective before a dot keeps its hyphens
+    for word, setting in pairs:  # "self-positive" is self_positive; the objective before a dot keeps its hyphens
         objective, dot, name = str(word).strip().rpartition(".")
         named.append((objective + dot + name.replace("-", "_"), setting))
     for name, count in Counter(name for name, _ in named).items():
@@ -182,8 +182,8 @@ def words(value: object) -> list[tuple[str, object]]:
 
 def checked_options(objective: Objective, value: object) -> Pairs:
     """Return all options of the objective, with defaults for those not given; its own name may stand before each."""
-    own = f"{objective.name}."
-    known, given = objective.options, {name.removeprefix(own): setting for name, setting in words(value)}
+    prefix = f"{objective.name}."
+    known, given = objective.options, {name.removeprefix(prefix): setting for name, setting in words(value)}
     for name, setting in given.items():
         if name not in known:
             raise ValueError(

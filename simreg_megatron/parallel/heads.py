@@ -25,8 +25,8 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
     Each tensor-parallel rank holds a part of the vocabulary and gives the rows that it has: a collective over them.
     """
     weight = head_weight(model).detach()
-    local, here = rows_in_shard(labels.transpose(0, 1), weight, tensor_group)
-    rows = weight[torch.where(here, local, 0)].masked_fill(~here.unsqueeze(-1), 0.0)
+    local, is_here = rows_in_shard(labels.transpose(0, 1), weight, tensor_group)
+    rows = weight[torch.where(is_here, local, 0)].masked_fill(~is_here.unsqueeze(-1), 0.0)
     if tensor_group is not None:
         dist.all_reduce(rows, group=tensor_group)  # one number plus zeros: exact in any type and order
     return rows
@@ -77,15 +77,15 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
     head, number = head_of(model), len(labels)
     if tensor_group is not None:
         states, labels = (gather(part, tensor_group) for part in (states, labels))
-    local, here = rows_in_shard(labels, head.weight, tensor_group)
-    found = []
+    local, is_here = rows_in_shard(labels, head.weight, tensor_group)
+    tiles = []
     for tile in (slice(first, first + _STATES_AT_ONCE) for first in range(0, len(states), _STATES_AT_ONCE)):
         logits = head.unscaled(states[tile])
-        index, apart = torch.where(here, local, 0)[tile].unsqueeze(1), ~here[tile].unsqueeze(1)
+        index, apart = torch.where(is_here, local, 0)[tile].unsqueeze(1), ~is_here[tile].unsqueeze(1)
         of_label = logits.gather(1, index)
         logits.scatter_(1, index, torch.where(apart, of_label, -torch.inf))
-        found.append(torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits.amax(dim=1)]).float())
-    both = torch.cat(found, dim=1)  # the label's logit, or -inf if its row is on another rank; the largest other one
+        tiles.append(torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits.amax(dim=1)]).float())
+    both = torch.cat(tiles, dim=1)  # the label's logit, or -inf if its row is on another rank; the largest other one
     if tensor_group is not None:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=tensor_group)
     first = 0 if tensor_group is None else tensor_group.rank() * number

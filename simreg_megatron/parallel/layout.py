@@ -235,9 +235,9 @@ def shared_pairs(chunk: Run, own: Run, all_anchors: Iterable[Run]) -> list[tuple
     """
     others = [(max(run[0], chunk[0]), min(run[1], chunk[1])) for run in all_anchors]
     later = own[1], chunk[1]
-    found = [((own[0], _middle(own)), later)]
-    found += [(own, (_middle(run), run[1])) for run in others if run[0] < run[1] <= own[0]]
-    return [(rows, columns) for rows, columns in found if rows[0] < rows[1] and columns[0] < columns[1]]
+    pairs = [((own[0], _middle(own)), later)]
+    pairs += [(own, (_middle(run), run[1])) for run in others if run[0] < run[1] <= own[0]]
+    return [(rows, columns) for rows, columns in pairs if rows[0] < rows[1] and columns[0] < columns[1]]
 
 
 def _middle(run: Run) -> int:

@@ -27,10 +27,10 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     """Return the modules that the settings ask for: the scalars of each and their initial values."""
     if config.combines:
         return {name: start for part in config.parts for name, start in wanted(part).items()}
-    found = {"similarity": _SIMILARITY} if config.similarity == "learnable" else {}
-    if own := config.scalars:
-        found[config.objective] = {name: scalar.start for name, scalar in own.items()}
-    return found
+    modules = {"similarity": _SIMILARITY} if config.similarity == "learnable" else {}
+    if scalars := config.scalars:
+        modules[config.objective] = {name: scalar.start for name, scalar in scalars.items()}
+    return modules
 
 
 class Scalars(nn.Module):
@@ -73,16 +73,16 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
     """Return the scalars by name, in float32. Gradients are summed over tensor ranks, whose anchors differ."""
     refuse_without(config, model)
     modules = [(start, getattr(model, PREFIX + module)()) for module, start in wanted(config).items()]
-    found = {name: scalars[name] for start, scalars in modules for name in start}
-    return {name: one.float() if tensor_group is None else share_work(one, tensor_group) for name, one in found.items()}
+    named = {name: scalars[name] for start, scalars in modules for name in start}
+    return {name: one.float() if tensor_group is None else share_work(one, tensor_group) for name, one in named.items()}
 
 
 def as_logged(parts: tuple[SimRegConfig, ...], learned: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Name the quantities that each part's scalars parametrise: gammas of the norms, scale and bias of the cosines."""
-    found: dict[str, Tensor] = {}
-    for part, own in zip(parts, learned, strict=True):
-        found |= {f"simreg gamma {name}": torch.sigmoid(own[name]) for name in _SIMILARITY if name in own}
-        for name, one in part.scalars.items():
-            if name in own:
-                found[one.shown_as] = _SHOWN[one.by](own[name]).clamp(max=one.most)
-    return {name: value.detach().squeeze().clone() for name, value in found.items()}
+    shown: dict[str, Tensor] = {}
+    for part, scalars in zip(parts, learned, strict=True):
+        shown |= {f"simreg gamma {name}": torch.sigmoid(scalars[name]) for name in _SIMILARITY if name in scalars}
+        for name, scalar in part.scalars.items():
+            if name in scalars:
+                shown[scalar.shown_as] = _SHOWN[scalar.by](scalars[name]).clamp(max=scalar.most)
+    return {name: value.detach().squeeze().clone() for name, value in shown.items()}

@@ -113,25 +113,25 @@ class Metrics:
             log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
             return
         sample = EveryKth.of_at_most(_SAMPLED_TOKENS, len(hidden_states), shard)
-        found = geometry.moments(sample.taken(hidden_states), sample.taken(valid))
-        self._moments = [*map(Tensor.add_, self._moments, found)] if self._moments else [*found]
+        moments = geometry.moments(sample.taken(hidden_states), sample.taken(valid))
+        self._moments = [*map(Tensor.add_, self._moments, moments)] if self._moments else [*moments]
 
     def _add_pairs(self, view: View) -> None:
         """Add up cosines, and norms of tokens that are alone with their label and of all others."""
         if self._checks_documents and view.documents is not None:
             self._sums[-1].add_((view.documents != view.documents[:, :1]).sum())
-        own = slice(*view.anchors)
-        met: dict[str, Any] = {"documents": view.documents, "chunk_size": self.config.chunk_size}
-        usable = view.usable[:, own]
-        same, different = (count[:, own] for count in pair_counts(view.labels, view.usable, **met))
-        cosines = geometry.row_cosines(view.embeddings, view.labels, view.usable, anchors=view.anchors, **met)
+        anchors = slice(*view.anchors)
+        options: dict[str, Any] = {"documents": view.documents, "chunk_size": self.config.chunk_size}
+        usable = view.usable[:, anchors]
+        same, different = (count[:, anchors] for count in pair_counts(view.labels, view.usable, **options))
+        cosines = geometry.row_cosines(view.embeddings, view.labels, view.usable, anchors=view.anchors, **options)
         pairs = geometry.pair_sums(cosines, same, different)
         self._sums[PAIRS].add_(pairs)
         if self.config.is_simreg and not self.config.record.relabels:  # others may have a term there
             self._sums[ONE_LABEL].add_(usable.sum() - pairs[-1])
         alone = usable & (same == 0)
         of_labels = torch.stack([alone, usable ^ alone])
-        self._sums[OF_LABELS].add_(norm_table(view.embeddings[:, own], of_labels).flatten())
+        self._sums[OF_LABELS].add_(norm_table(view.embeddings[:, anchors], of_labels).flatten())
 
     def observe_predictions(
         self, model: Any, predicting: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
@@ -148,17 +148,17 @@ class Metrics:
         sample = EveryKth.of_at_most(_PREDICTED_TOKENS, len(labels), shard)
         own_labels = sample.taken(labels.masked_fill(~valid, -1))
         missing = sample.most_of_a_tensor_rank() - own_labels.shape[1]  # these ranks must bring equally many
-        found = margins(
+        margin = margins(
             model,
             functional.pad(sample.taken(predicting.transpose(0, 1)), (0, 0, 0, missing)).flatten(0, 1),
             functional.pad(own_labels, (0, missing), value=-1).flatten(),
             shard.tensor_group,
         ).view(len(labels), -1)[:, : own_labels.shape[1]]
-        counted, right = own_labels >= 0, found > 0  # a tie, at 0, is no right prediction
+        counted, right = own_labels >= 0, margin > 0  # a tie, at 0, is no right prediction
         left_out = torch.stack([~counted, ~right])
-        sums = torch.stack([found.double().masked_fill(left_out, 0.0), ~left_out], dim=1)
+        sums = torch.stack([margin.double().masked_fill(left_out, 0.0), ~left_out], dim=1)
         self._sums[OF_MARGINS].add_(sums.sum(dim=(-2, -1)).flatten())
-        self._margins.append(torch.where(counted, found, torch.nan).flatten())
+        self._margins.append(torch.where(counted, margin, torch.nan).flatten())
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Return means over all data- and context-parallel ranks; empty if nothing was observed.
@@ -206,12 +206,12 @@ class Metrics:
         groups = [group for group in (dp_cp_group, self._tensor_group) if group is not None and group.size() > 1]
         margins_of_all = torch.cat(list(self._margins))
         of_right = torch.where(margins_of_all > 0, margins_of_all, torch.nan)  # NaN is left out
-        found: dict[str, Tensor] = {}
+        named: dict[str, Tensor] = {}
         for wanted, values in ((QUANTILES, margins_of_all), (RIGHT_QUANTILES, of_right)):
             quantiles = quantiles_over(values, list(wanted.values()), groups)
-            found |= dict(zip(wanted, quantiles.unbind(), strict=True))
+            named |= dict(zip(wanted, quantiles.unbind(), strict=True))
         self._margins.clear()
-        return found
+        return named
 
 
 def named_losses(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:

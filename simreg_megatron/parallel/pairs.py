@@ -75,11 +75,11 @@ class _SimReg(torch.autograd.Function):
             for stretch in stretches(view.run[1] - view.run[0], pairs.chunk_size, view.anchors)
         ]
         keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs)
-        found = _measured(parts, shard, plan, pairs, keeps=keeps)
-        slopes = joined([each.slopes.flatten(2) for each in found], dim=2)
-        ctx.save_for_backward(hidden_states, slopes, *[tensor for each in found for tensor in each.kept])
+        measured = _measured(parts, shard, plan, pairs, keeps=keeps)
+        slopes = joined([each.slopes.flatten(2) for each in measured], dim=2)
+        ctx.save_for_backward(hidden_states, slopes, *[tensor for each in measured for tensor in each.kept])
         ctx.rest, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
-        return joined([each.terms.flatten(1) for each in found])
+        return joined([each.terms.flatten(1) for each in measured])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -124,14 +124,14 @@ def _measured(
     """Measure every part; if ranks share the pairs, each is computed on one of them: then a collective."""
     form, tau = pairs.form, pairs.temperature
     shares = plan.shares_chunks and not keeps and shard.layout.cu_seqlens is None
-    found = []
+    local = []
     for view, stretch in parts:
         tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
         rectangles = _rectangles(view, stretch, plan) if shares else None
-        found.append(form.pair_sums(tokens, stretch.inside, tau, rectangles, keep=keeps))
+        local.append(form.pair_sums(tokens, stretch.inside, tau, rectangles, keep=keeps))
     if shares:
-        found = _summed(found, parts, shard)
-    return [form.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(found, parts, strict=True)]
+        local = _summed(local, parts, shard)
+    return [form.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(local, parts, strict=True)]
 
 
 def _rectangles(view: View, stretch: Stretch, plan: RowPlan) -> list[tuple[Run, Run]]:
@@ -140,20 +140,20 @@ def _rectangles(view: View, stretch: Stretch, plan: RowPlan) -> list[tuple[Run, 
     if stop - start > stretch.length:  # several chunks hold nothing but anchors of this rank
         return []
     own = start + stretch.inside[0], start + stretch.inside[1]
-    found = shared_pairs((start, stop), own, plan.all_anchors)
-    return [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in found]
+    rectangles = shared_pairs((start, stop), own, plan.all_anchors)
+    return [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in rectangles]
 
 
-def _summed(found: list[tuple[Kept, Tensor]], parts: Sequence[Part], shard: SequenceShard) -> list[tuple[Kept, Tensor]]:
+def _summed(local: list[tuple[Kept, Tensor]], parts: Sequence[Part], shard: SequenceShard) -> list[tuple[Kept, Tensor]]:
     """Add up the sums of all ranks. A collective."""
     labels = parts[0][0].labels
     totals = torch.zeros(2, labels.shape[0], shard.layout.length, dtype=torch.float64, device=labels.device)
     chunks = [totals[:, :, view.run[0] :][:, :, slice(*stretch.tokens)] for view, stretch in parts]
-    for chunk, (_, sums) in zip(chunks, found, strict=True):
+    for chunk, (_, sums) in zip(chunks, local, strict=True):
         chunk.add_(sums.flatten(2))
     for group in shard.anchor_groups:
         dist.all_reduce(totals, group=group)
     return [
         (part, chunk.view(2, *part.label_ids.shape)[..., slice(*stretch.inside)])
-        for chunk, (part, _), (_, stretch) in zip(chunks, found, parts, strict=True)
+        for chunk, (part, _), (_, stretch) in zip(chunks, local, parts, strict=True)
     ]

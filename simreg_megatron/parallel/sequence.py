@@ -123,8 +123,8 @@ def objective_terms(
     kind = record.kind_with(options)
     terms: Any = record.terms  # SimReg alone has none
     if kind is not Kind.PAIRS:
-        found: Tensor = terms(config, views, shard, iteration if kind is Kind.SUMS else learned, replicas)
-        return found
+        result: Tensor = terms(config, views, shard, iteration if kind is Kind.SUMS else learned, replicas)
+        return result
     given: dict[str, Any] = {name: value for name, value in options.items() if name not in record.other_options}
     switches = ("yes", "no"), ("no", "yes")
     given |= {name: value == "yes" for name, value in given.items() if record.options[name] in switches}
@@ -178,21 +178,21 @@ def chunk_views(
     head_rows = None if heads is None else shard.gathered_rows_detached(heads, plan)
     relabels = None if for_log else config.record.relabels
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    known: dict[Run, tuple[_StretchLabels, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
-    found = []
+    by_stretch: dict[Run, tuple[_StretchLabels, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
+    views = []
     for window in plan.windows:
         stretch = window.domain if by_domain else window.tokens
-        if stretch not in known:
-            own = _StretchLabels.of(stretch, all_labels, all_usable, documents)
+        if stretch not in by_stretch:
+            tokens = _StretchLabels.of(stretch, all_labels, all_usable, documents)
             if relabels is not None:  # drawn again in each iteration
-                labels = relabels(config, own.labels, own.usable, shard.layout.length, iteration)
-                own = own._replace(labels=labels)
-            known[stretch] = own, token_roles(
-                own.labels, own.usable, documents=own.documents, chunk_size=config.chunk_size, dtype=dtype,
+                labels = relabels(config, tokens.labels, tokens.usable, shard.layout.length, iteration)
+                tokens = tokens._replace(labels=labels)
+            by_stretch[stretch] = tokens, token_roles(
+                tokens.labels, tokens.usable, documents=tokens.documents, chunk_size=config.chunk_size, dtype=dtype,
                 group_reduce=config.group_reduce, self_positive=config.self_positive, chunk_weight=config.chunk_weight,
             )  # fmt: skip
-        found.append(_view(window, *known[stretch], rows, head_rows))
-    return found
+        views.append(_view(window, *by_stretch[stretch], rows, head_rows))
+    return views
 
 
 def _say_if_weightless(config: SimRegConfig, plan: RowPlan) -> None:

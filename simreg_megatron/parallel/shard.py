@@ -149,8 +149,8 @@ class EveryKth:
 
     def taken(self, per_row: Tensor) -> Tensor:
         """Select from [B, S, ...] this rank's own tokens that are in the sample."""
-        own = self.shard.own_columns(per_row)
-        return torch.cat([own[:, part] for part in self._slices(self.shard.rank)], dim=1)
+        columns = self.shard.own_columns(per_row)
+        return torch.cat([columns[:, part] for part in self._slices(self.shard.rank)], dim=1)
 
     def most_of_a_tensor_rank(self) -> int:
         """Return the largest number of sampled tokens of a sequence on one tensor-parallel rank."""
@@ -159,8 +159,8 @@ class EveryKth:
 
     def _slices(self, rank: Rank) -> list[slice]:
         """Cut a rank's own tokens by slices, which need no values from the device."""
-        found, offset = [], 0
+        slices, offset = [], 0
         for first, last in self.shard.layout.anchors(rank):
-            found.append(slice(offset + -first % self.step, offset + last - first, self.step))
+            slices.append(slice(offset + -first % self.step, offset + last - first, self.step))
             offset += last - first
-        return found
+        return slices

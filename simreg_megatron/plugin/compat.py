@@ -115,26 +115,26 @@ def named_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def model_seams() -> tuple[Seam, ...]:
     """Return the functions in which models compute their loss, GPTModel's first; MegatronSeamError if it has none."""
-    found: list[Seam] = []
+    seams: list[Seam] = []
     for forward in FORWARD_SEAMS:
-        with suppress(*([MegatronSeamError] if found else [])):  # only GPTModel is in every release
+        with suppress(*([MegatronSeamError] if seams else [])):  # only GPTModel is in every release
             # `_postprocess`, which schedule plans call without `forward`, or else `forward`, unless it is inherited.
-            own, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
-            seam = seam if seam.name in own else forward
+            attributes, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
+            seam = seam if seam.name in attributes else forward
             if seam.name in vars(seam.holder()):
-                found.append(seam)
-    return tuple(found)
+                seams.append(seam)
+    return tuple(seams)
 
 
 def mask_seams() -> list[Seam]:
     """Return those of MASK_SEAMS that this Megatron has; importing them warns that they are experimental."""
-    found = []
+    seams = []
     for seam in MASK_SEAMS:
         with suppress(MegatronSeamError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             seam.holder()
-            found.append(seam)
-    return found
+            seams.append(seam)
+    return seams
 
 
 def logs_first_step() -> bool:
@@ -171,10 +171,10 @@ def arguments() -> Any:
 
 def wrappers(model: Any) -> list[Any]:
     """List the wrappers from the outermost one to the model itself, which is the last."""
-    found = [model]
-    while hasattr(found[-1], "module"):
-        found.append(found[-1].module)
-    return found
+    models = [model]
+    while hasattr(models[-1], "module"):
+        models.append(models[-1].module)
+    return models
 
 
 def as_list(model_chunks: Any) -> list[Any]:
@@ -188,8 +188,8 @@ def unwrapped(model_chunks: Any) -> list[Any]:
 
 def language_models(model_chunks: Any) -> list[Any]:
     """Return the models, or the `language_model` inside one that holds it (LLaVA, MIMO), if that is on this rank."""
-    found = [(model, getattr(model, "language_model", None)) for model in unwrapped(model_chunks)]
-    return [model if inner is None else wrappers(inner)[-1] for model, inner in found]
+    pairs = [(model, getattr(model, "language_model", None)) for model in unwrapped(model_chunks)]
+    return [model if inner is None else wrappers(inner)[-1] for model, inner in pairs]
 
 
 def _group(name: str, global_name: str, model: Any, **options: bool) -> Any:

@@ -51,20 +51,20 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
 
 def seams_to_wrap(*, with_flags: bool) -> list[tuple[compat.Seam, Wrapper]]:
     """List the functions of this Megatron that are wrapped, each with its wrapper."""
-    found: list[tuple[compat.Seam, Wrapper]] = []
+    seams: list[tuple[compat.Seam, Wrapper]] = []
     for seam in compat.model_seams():
         joins = "parameters that an objective trains join the model"
-        found.append((replace(seam, name="__init__", parameters=frozenset(), purpose=joins), model.prepare))
+        seams.append((replace(seam, name="__init__", parameters=frozenset(), purpose=joins), model.prepare))
         if seam in compat.FORWARD_SEAMS:
-            found.append((seam, model.regularize_forward))
+            seams.append((seam, model.regularize_forward))
         else:
             bypass = "a forward pass that bypasses it is an error"
-            found.append((seam, model.regularize))
-            found.append((replace(seam, name="forward", parameters=frozenset(), purpose=bypass), model.check_forward))
-    found += [(seam, model.keep_loss_mask) for seam in compat.mask_seams()]
+            seams.append((seam, model.regularize))
+            seams.append((replace(seam, name="forward", parameters=frozenset(), purpose=bypass), model.check_forward))
+    seams += [(seam, model.keep_loss_mask) for seam in compat.mask_seams()]
     if compat.has_training_loop():
-        found += (*_AROUND_LOOP, *_WITH_FLAGS) if with_flags else _AROUND_LOOP
-    return found
+        seams += (*_AROUND_LOOP, *_WITH_FLAGS) if with_flags else _AROUND_LOOP
+    return seams
 
 
 def _install(config: SimRegConfig | None) -> None:

@@ -19,23 +19,23 @@ from simreg_megatron.plugin.tokens import device_of, rows_dtype
 
 def described(config: SimRegConfig, model: Any) -> str:
     """Describe the settings of one objective, for the first lines of the log."""
-    found = ["measured only, in log steps, not trained on"]
+    settings = ["measured only, in log steps, not trained on"]
     if config.trains:
         asked = " (auto)" if config.lambda_ == "auto" else ""
-        found = [f"lambda {config.weight(model.config.hidden_size):g}{asked} {config.schedule}".strip()]
+        settings = [f"lambda {config.weight(model.config.hidden_size):g}{asked} {config.schedule}".strip()]
     if config.every > 1:
-        found.append(f"once every {config.every} steps with {config.every} times the weight (another objective)")
+        settings.append(f"once every {config.every} steps with {config.every} times the weight (another objective)")
     if config.by_sequence or not config.sends_no_rows:
-        found.append(f"temperature {config.tau:g}")
+        settings.append(f"temperature {config.tau:g}")
     if config.by_sequence or config.has_chunks:
         is_cut = config.chunk_size and not config.by_sequence
-        found.append(f"chunks of {config.chunk_size} tokens" if is_cut else "whole sequences")
+        settings.append(f"chunks of {config.chunk_size} tokens" if is_cut else "whole sequences")
     if not config.sends_no_rows:
         like = torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
-        found += [f"scope {config.scope}", f"impl {fast_form(config, like) or 'reference'}"]
-    found += [f"{name} {value}" for name, value in config.objective_options if value != "whole"]
+        settings += [f"scope {config.scope}", f"impl {fast_form(config, like) or 'reference'}"]
+    settings += [f"{name} {value}" for name, value in config.objective_options if value != "whole"]
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
-    return f"{name}: {', '.join(found)}"
+    return f"{name}: {', '.join(settings)}"
 
 
 def is_log_step(iteration: int) -> bool:
@@ -44,17 +44,17 @@ def is_log_step(iteration: int) -> bool:
 
 def report(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call Megatron's `training_log`: SimReg's and AdaGC's means join its line."""
-    given = compat.named_arguments(training_log, *args, **kwargs)
-    iteration, logs = given["iteration"], is_log_step(given["iteration"])
-    first = bool(given.get("is_first_iteration")) and not logs  # a line of its own, in the middle of an interval
-    here = installation.current()
-    if not (first or logs) or not (here.regularizer().config.active or here.clipping):
+    arguments = compat.named_arguments(training_log, *args, **kwargs)
+    iteration, logs = arguments["iteration"], is_log_step(arguments["iteration"])
+    first = bool(arguments.get("is_first_iteration")) and not logs  # a line of its own, in the middle of an interval
+    state = installation.current()
+    if not (first or logs) or not (state.regularizer().config.active or state.clipping):
         return training_log(*args, **kwargs)
-    total_loss_dict = given["total_loss_dict"]
-    means = reduced_means(reset=not first) if here.regularizer().config.active else {}
-    if here.clipping is not None:
-        means |= here.clipping.means(reset=not first)
-    add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
+    total_loss_dict = arguments["total_loss_dict"]
+    means = reduced_means(reset=not first) if state.regularizer().config.active else {}
+    if state.clipping is not None:
+        means |= state.clipping.means(reset=not first)
+    add_to_console(means, total_loss_dict, skipped=bool(arguments["skipped_iter"]))
     if not first:
         write_scalars(means, iteration)
     result = training_log(*args, **kwargs)

@@ -30,10 +30,10 @@ def add_flags(add_megatron_arguments: Callable[..., Any], parser: Any) -> Any:
 def set_up(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
     forget()  # where Megatron restarts a run in its process, the log of the new one is whole
-    here, settings = installation.current(), compat.arguments()
-    regularizer = here.begin_run()
-    config, adagc = regularizer.config, flags.adagc_from_args(settings) if here.given_config is None else None
-    here.clipping = None if adagc is None else Clipping(adagc)
+    state, settings = installation.current(), compat.arguments()
+    regularizer = state.begin_run()
+    config, adagc = regularizer.config, flags.adagc_from_args(settings) if state.given_config is None else None
+    state.clipping = None if adagc is None else Clipping(adagc)
     if config.active:
         refusals.refuse_arguments(settings, config)
     if config.active or adagc is not None:
@@ -41,14 +41,14 @@ def set_up(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: 
     built = setup_model_and_optimizer(*args, **kwargs)
     models, optimizer = built[:2]
     if config.active:
-        refusals.refuse_models(config, models, here.model_classes)
+        refusals.refuse_models(config, models, state.model_classes)
         make_ready(models, settings, settings.micro_batch_size, settings.seq_length)
         if config.document_mask:
             regularizer.reader.end_of_document = end_of_document()
     if optimizer is None:  # --skip-train
-        here.clipping = None
-    if here.clipping is not None:
-        here.clipping.attach(optimizer, compat.unwrapped(models), settings)
+        state.clipping = None
+    if state.clipping is not None:
+        state.clipping.attach(optimizer, compat.unwrapped(models), settings)
         if config.every > 1:
             warn(
                 f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {config.every} it clips "
@@ -72,12 +72,12 @@ def end_of_document() -> int:
 
 def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
     """Implement `simreg_megatron.loop.begin_run`, for other loops than Megatron's."""
-    here = installation.current()
-    regularizer = here.begin_run()
+    state = installation.current()
+    regularizer = state.begin_run()
     config = regularizer.config
     if not config.active:
         return
-    refusals.refuse_models(config, models, here.model_classes)
+    refusals.refuse_models(config, models, state.model_classes)
     language_models = compat.language_models(models)
     for model in language_models:
         refusals.refuse_settings(model.config, config)
@@ -126,8 +126,8 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     dtype, width = rows_dtype(part, models[0]), models[0].config.hidden_size
     shape = trial.Shape(micro_batch_size, length, width, part.chunk_size, dtype, part.tau)
     group = dist.group.WORLD if dist.is_initialized() else None
-    found = trial.choose(shape, device, group, computes=any(getattr(model, "post_process", True) for model in models))
-    log_once(f"SimReg: {found}")
+    chosen = trial.choose(shape, device, group, computes=any(getattr(model, "post_process", True) for model in models))
+    log_once(f"SimReg: {chosen}")
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
@@ -152,15 +152,15 @@ def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     regularizer = installation.regularizer()
     if not regularizer.config.active:
         return train_step(*args, **kwargs)
-    given, settings = compat.named_arguments(train_step, *args, **kwargs), compat.arguments()
-    iteration = given.get("iteration")
+    arguments, settings = compat.named_arguments(train_step, *args, **kwargs), compat.arguments()
+    iteration = arguments.get("iteration")
     iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
     is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
     measures = (is_first and compat.logs_first_step()) or log.is_log_step(iteration + 1)
     # Megatron counts the iterations of the whole training where it is given samples, too.
     begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
     result = train_step(*args, **kwargs)
-    regularizer.check_gradient_arrived(given["model"])
+    regularizer.check_gradient_arrived(arguments["model"])
     return result
 
 
@@ -178,8 +178,8 @@ def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *ar
 
 def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
-    own = clipping.state_dict() if clipping else {}
-    return {**state, STATE_KEY: own} if own else state
+    of_clipping = clipping.state_dict() if clipping else {}
+    return {**state, STATE_KEY: of_clipping} if of_clipping else state
 
 
 def load_adagc(load: Callable[..., Any], scheduler: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,29 +24,29 @@ from simreg_megatron.plugin.term import Terms
 
 def regularize(postprocess: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the function of a model that is given its final hidden states and the labels, and returns the loss."""
-    here = installation.installed()
-    if here is None or model in here.entered:  # in a wrapper kept since `uninstall()`; in that of a parent class
+    state = installation.installed()
+    if state is None or model in state.entered:  # in a wrapper kept since `uninstall()`; in that of a parent class
         return postprocess(model, *args, **kwargs)
-    here.passed.add(model)
-    if not _is_active(here, model):
+    state.passed.add(model)
+    if not _is_active(state, model):
         return postprocess(model, *args, **kwargs)
-    given = compat.named_arguments(postprocess, model, *args, **kwargs) if args else kwargs
-    here.entered.add(model)
+    arguments = compat.named_arguments(postprocess, model, *args, **kwargs) if args else kwargs
+    state.entered.add(model)
     try:
         run = functools.partial(postprocess, model, *args, **kwargs)
-        loss, terms = _in_order(model, run, lambda: _terms(here, model, given, given["hidden_states"]))
+        loss, terms = _in_order(model, run, lambda: _terms(state, model, arguments, arguments["hidden_states"]))
     finally:
-        here.entered.discard(model)
-    return here.regularizer().add_to(loss, terms)
+        state.entered.discard(model)
+    return state.regularizer().add_to(loss, terms)
 
 
 def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `forward` of a model that computes its loss there: hook its decoder, whose output is hidden states."""
-    here = installation.current()
-    here.passed.add(model)
-    if not _is_active(here, model):
+    state = installation.current()
+    state.passed.add(model)
+    if not _is_active(state, model):
         return forward(model, *args, **kwargs)
-    given = compat.named_arguments(forward, model, *args, **kwargs)
+    arguments = compat.named_arguments(forward, model, *args, **kwargs)
     states: list[Any] = []
 
     def keep(_: Any, __: Any, output: Any) -> None:
@@ -54,8 +54,8 @@ def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kw
 
     run = functools.partial(forward, model, *args, **kwargs)
     with model.decoder.register_forward_hook(keep):
-        loss, terms = _in_order(model, run, lambda: _terms(here, model, given, states[-1]))
-    return here.regularizer().add_to(loss, terms)
+        loss, terms = _in_order(model, run, lambda: _terms(state, model, arguments, states[-1]))
+    return state.regularizer().add_to(loss, terms)
 
 
 def _in_order(model: Any, run: Callable[[], Any], compute: Callable[[], Terms | None]) -> tuple[Any, Terms | None]:
@@ -80,23 +80,23 @@ def _in_order(model: Any, run: Callable[[], Any], compute: Callable[[], Terms | 
 def prepare(initialize: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
     """Call the constructor: scalars that an objective trains join the model before it is wrapped or loaded."""
     initialize(model, *args, **kwargs)
-    here = installation.current()
-    has_settings = here.given_config is not None or compat.arguments() is not None  # else Megatron parses them later
-    if has_settings and (config := here.regularizer().config).active:
+    state = installation.current()
+    has_settings = state.given_config is not None or compat.arguments() is not None  # else Megatron parses them later
+    if has_settings and (config := state.regularizer().config).active:
         learnable.add_to(model, learnable.wanted(config))
         watch(model)
 
 
-def _is_active(here: Installation, model: Any) -> bool:
+def _is_active(state: Installation, model: Any) -> bool:
     """Return whether this forward pass trains, on the stage that computes the loss, with SimReg on."""
-    trains = getattr(model, "post_process", True) and model.training and torch.is_grad_enabled() and not here.paused
-    return trains and here.regularizer().config.active
+    trains = getattr(model, "post_process", True) and model.training and torch.is_grad_enabled() and not state.paused
+    return trains and state.regularizer().config.active
 
 
-def _terms(here: Installation, model: Any, given: dict[str, Any], hidden_states: Any) -> Terms | None:
+def _terms(state: Installation, model: Any, arguments: dict[str, Any], hidden_states: Any) -> Terms | None:
     """Compute the terms of a micro-batch from its hidden states [S, B, D]; `given` has the call's other arguments."""
-    labels, regularizer = given.get("labels"), here.regularizer()
-    if given.get("inference_context") is not None or (labels is None and model in here.met):
+    labels, regularizer = arguments.get("labels"), state.regularizer()
+    if arguments.get("inference_context") is not None or (labels is None and model in state.met):
         regularizer.inner_states.forget(model)  # one that had labels before may be asked for its logits, too
         return None
     if labels is None:
@@ -104,19 +104,19 @@ def _terms(here: Installation, model: Any, given: dict[str, Any], hidden_states:
             f"this {type(model).__name__} trains without labels, so its loss is computed elsewhere, where "
             f"SimReg cannot add its term: pass labels to the model, {WAY_OUT}"
         )
-    here.met.add(model)
-    if given.get("output_processor") is not None:
+    state.met.add(model)
+    if arguments.get("output_processor") is not None:
         raise NotImplementedError(OTHER_LOSS)
-    loss_mask = given.get("loss_mask")
-    if model in here.loss_masks:
-        kept, here.loss_masks[model] = here.loss_masks[model], None
+    loss_mask = arguments.get("loss_mask")
+    if model in state.loss_masks:
+        kept, state.loss_masks[model] = state.loss_masks[model], None
         loss_mask = kept if loss_mask is None else loss_mask
         if loss_mask is None:  # its labels alone do not say: LLaVA's last position of an image has one
             raise NotImplementedError(
                 f"this {type(model).__name__} lies inside a multimodal model and is given no loss mask, so SimReg "
                 f"would count positions of images: pass loss_mask to the language model, {WAY_OUT}"
             )
-    return regularizer.terms(model, hidden_states, labels, loss_mask, given.get("packed_seq_params"))
+    return regularizer.terms(model, hidden_states, labels, loss_mask, arguments.get("packed_seq_params"))
 
 
 def keep_loss_mask(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,9 +129,9 @@ def keep_loss_mask(function: Callable[..., Any], model: Any, *args: Any, **kwarg
 
 def catch_inner_states(forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the decoder's `forward`: keep the states that will be trained on or measured."""
-    here = installation.current()
-    regularizer = here.regularizer()
-    if not (_is_active(here, decoder) and regularizer.computes):
+    state = installation.current()
+    regularizer = state.regularizer()
+    if not (_is_active(state, decoder) and regularizer.computes):
         return forward(decoder, *args, **kwargs)
     refuse_decoder(regularizer.config, decoder)
     return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)
@@ -152,22 +152,22 @@ def watch_built(classes: tuple[type, ...]) -> None:
 
 def check_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `forward`: models that are called without their hooks are checked, too."""
-    here = installation.current()
-    here.passed.discard(model)
-    found = forward(model, *args, **kwargs)
-    _refuse_bypass(here, model)
-    return found
+    state = installation.current()
+    state.passed.discard(model)
+    output = forward(model, *args, **kwargs)
+    _refuse_bypass(state, model)
+    return output
 
 
 def _check_call(model: Any, *_: Any) -> None:
-    here = installation.installed()
-    if here is not None:
-        _refuse_bypass(here, model)
-        here.passed.discard(model)
+    state = installation.installed()
+    if state is not None:
+        _refuse_bypass(state, model)
+        state.passed.discard(model)
 
 
-def _refuse_bypass(here: Installation, model: Any) -> None:
-    if model not in here.passed and _is_active(here, model):
+def _refuse_bypass(state: Installation, model: Any) -> None:
+    if model not in state.passed and _is_active(state, model):
         raise NotImplementedError(
             f"this {type(model).__name__} ended a training forward pass without calling the function that SimReg "
             f"wraps, {compat.MODEL_SEAM.path}: make the _postprocess or forward in its place call it, {WAY_OUT}"

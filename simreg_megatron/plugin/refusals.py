@@ -112,8 +112,8 @@ _IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
 
 def _refuse_rows(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
     for error, condition, sentence in rows:
-        if found := condition(args, config):
-            raise error(sentence.format(found, args=args))
+        if value := condition(args, config):
+            raise error(sentence.format(value, args=args))
 
 
 def refuse_settings(args: Any, config: SimRegConfig) -> None:

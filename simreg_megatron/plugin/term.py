@@ -221,18 +221,18 @@ class Regularizer:
             terms = head_terms(config, model, tokens.hidden_states, tokens.all_labels, tokens.all_valid, shard)
             return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], {})
         prefixes = config.prefixes if config.is_simreg else ()
-        given = [state[..., :prefix] for state in states for prefix in prefixes] if prefixes else states
-        views = [self._views(config, tokens, rows) for rows in given]
+        prefixed = [state[..., :prefix] for state in states for prefix in prefixes] if prefixes else states
+        views = [self._views(config, tokens, rows) for rows in prefixed]
         learned = learned_scalars(config, model, shard.tensor_group) if config.trains_scalars else {}
         exponents = (learned["query"], learned["key"]) if "query" in learned else None
         length, data_group = tokens.sample_length, functools.partial(compat.data_group, model)
-        found = [
-            simreg_over_ranks(config, shard, rows, own, sample_length=length, exponents=exponents)
+        of_states = [
+            simreg_over_ranks(config, shard, rows, its_views, sample_length=length, exponents=exponents)
             if config.is_simreg
-            else objective_terms(config, own, shard, learned, self.strength.iteration, data_group)
-            for rows, own in zip(given, views, strict=True)
+            else objective_terms(config, its_views, shard, learned, self.strength.iteration, data_group)
+            for rows, its_views in zip(prefixed, views, strict=True)
         ]
-        terms = functools.reduce(torch.add, found)
+        terms = functools.reduce(torch.add, of_states)
         if prefixes:
             terms = terms / len(prefixes)
         shown = views[-1]

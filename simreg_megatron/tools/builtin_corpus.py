@@ -141,10 +141,10 @@ def _docstrings(path: Path) -> list[str]:
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return []
     if "pydoc_data" in path.parts:  # the language reference, kept as one dictionary of strings
-        found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     else:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)]
-    texts = (inspect.cleandoc(text) for text in found if isinstance(text, str))
+        values = [ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)]
+    texts = (inspect.cleandoc(text) for text in values if isinstance(text, str))
     in_ascii = (text for text in texts if len(text) >= _SHORTEST and text.isascii())
     return [text for text in in_ascii if sum(map(len, re.findall("[A-Za-z]{2,}", text))) > 0.55 * len(text)]  # prose

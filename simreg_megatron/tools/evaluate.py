@@ -78,13 +78,13 @@ def run(options: argparse.Namespace) -> None:
     scores: dict[str, dict[str, Score]] = {}
     for name, folder in folders.items():
         model = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": adds_bos, "use_safetensors": True}
-        found: dict[str, Any] = lm_eval.simple_evaluate(
+        results: dict[str, Any] = lm_eval.simple_evaluate(
             model="hf", model_args=model, tasks=list(metrics), num_fewshot=0, batch_size=options.batch_size,
             limit=options.limit, task_manager=known, device=device,
         )  # fmt: skip
-        (options.output / f"{name}.json").write_text(json.dumps(found, default=handle_non_serializable))
-        print(f"{name}: {folder}", make_table(found), sep="\n")
-        scores[name] = {task: score_of(found, task, metric) for task, metric in metrics.items()}
+        (options.output / f"{name}.json").write_text(json.dumps(results, default=handle_non_serializable))
+        print(f"{name}: {folder}", make_table(results), sep="\n")
+        scores[name] = {task: score_of(results, task, metric) for task, metric in metrics.items()}
     page = "\n".join(table(scores))
     (options.output / "results.md").write_text(page + "\n")
     print(page)
@@ -99,16 +99,16 @@ def chosen_tasks(text: str) -> dict[str, str]:
     return chosen
 
 
-def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
+def score_of(results: Mapping[str, Any], task: str, metric: str) -> Score:
     """Read a task's (or group's) score; per cent if every question counts from 0 to 1."""
-    values = found["results"].get(task, {})
+    values = results["results"].get(task, {})
     keys = [key for key in values if "," in key and "_stderr," not in key]  # metric,filter
     key = next((key for key in keys if metric in ("", key.partition(",")[0])), None)
     if key is None:
         raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {' '.join(keys)}")
     metric, _, kind = key.partition(",")
     value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")  # which may be "N/A"
-    samples = ((part, each) for part in parts_of(found, task) for each in found.get("samples", {}).get(part, ()))
+    samples = ((part, each) for part in parts_of(results, task) for each in results.get("samples", {}).get(part, ()))
     questions = {(part, each["doc_id"]): each[metric] for part, each in samples
                  if each.get("filter", kind) == kind and isinstance(each.get(metric), int | float)}  # fmt: skip
     scale = 100 if questions and all(0 <= each <= 1 for each in questions.values()) else 1
@@ -118,10 +118,10 @@ def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
     return Score(scale * value, error, {question: scale * each for question, each in questions.items()})
 
 
-def parts_of(found: Mapping[str, Any], task: str) -> list[str]:
+def parts_of(results: Mapping[str, Any], task: str) -> list[str]:
     """Return the tasks of a group at any depth; of a task, itself."""
-    parts = found.get("group_subtasks", {}).get(task, ())
-    return [each for part in parts for each in parts_of(found, part)] or [task]
+    parts = results.get("group_subtasks", {}).get(task, ())
+    return [each for part in parts for each in parts_of(results, part)] or [task]
 
 
 def difference(score: Score, first: Score) -> Score:
@@ -140,14 +140,14 @@ def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
     has_mean = set(tasks) <= set(PAPER)  # of other tasks a score may be a perplexity
     header = f"| | {' | '.join([*tasks, *(['mean'] if has_mean else [])])} |\n{'| --- ' * (len(tasks) + 1 + has_mean)}|"
 
-    def row(name: str, found: list[Score]) -> str:
+    def row(name: str, values: list[Score]) -> str:
         if has_mean:
-            error = math.hypot(*(score.error for score in found)) / len(found)
-            found = [*found, Score(fmean(score.value for score in found), error)]
-        return f"| {name} | {' | '.join(f'{score.value:.2f} ± {score.error:.2f}' for score in found)} |"
+            error = math.hypot(*(score.error for score in values)) / len(values)
+            values = [*values, Score(fmean(score.value for score in values), error)]
+        return f"| {name} | {' | '.join(f'{score.value:.2f} ± {score.error:.2f}' for score in values)} |"
 
     yield header
-    yield from (row(name, list(found.values())) for name, found in scores.items())
+    yield from (row(name, list(values.values())) for name, values in scores.items())
     if others:
         yield f"\nDifference from {first} (± a standard error, paired by question if the score is a mean over them):\n"
         yield header

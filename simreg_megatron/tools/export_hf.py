@@ -182,11 +182,11 @@ def convert(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     if key in TOP:
         yield TOP[key], tensor if tensor.dim() == 1 else tensor[: config.vocab_size]
         return
-    found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", key)
-    if found is None or found[2] not in LAYER:
+    match = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", key)
+    if match is None or match[2] not in LAYER:
         raise CheckpointError(f"{key} is no weight of a LLaMA or Mixtral: a model that has it cannot be exported")
-    names = LAYER[found[2]]
-    for layer, weight in enumerate(tensor) if found[1] is None else [(int(found[1]), tensor)]:
+    names = LAYER[match[2]]
+    for layer, weight in enumerate(tensor) if match[1] is None else [(int(match[1]), tensor)]:
         for expert, matrix in enumerate(weight) if ".experts." in key else [(0, weight)]:
             for name, part in zip(names, split(matrix, len(names), config), strict=True):
                 yield f"model.layers.{layer}.{name.format(expert)}", part
@@ -231,10 +231,10 @@ def check_weights(weights: dict[str, Tensor], config: Any, folder: Path) -> None
     """Refuse damaged weights, and others than the configuration asks for; drop a head that is the embedding."""
     head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     expected = shapes_of(config)
-    found = {name: tuple(weight.shape) for name, weight in weights.items()}
-    for name in expected | found:
-        if found.get(name) != expected.get(name):
-            is_there, asked = found.get(name, "(missing)"), expected.get(name, "none")
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name in expected | shapes:
+        if shapes.get(name) != expected.get(name):
+            is_there, asked = shapes.get(name, "(missing)"), expected.get(name, "none")
             raise CheckpointError(f"{folder} has {name} {is_there}, but its configuration asks for {asked}")
         if not weights[name].isfinite().all():
             raise CheckpointError(f"{name} in {folder} is incomplete or holds NaN or infinity ({weights[name].dtype})")

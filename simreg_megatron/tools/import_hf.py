@@ -130,10 +130,10 @@ def common_state(config: Any, dtype: Any) -> dict[str, Any]:
 def layer_states(config: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Return key, shape and place of each layer's empty state, in the grid of all layers (and experts)."""
     layers, experts = config.num_hidden_layers, getattr(config, "num_local_experts", 0)
-    found: list[Any] = [(module, (layers,), (layer,)) for module in _WITH_STATE.split() for layer in range(layers)]
+    modules: list[Any] = [(module, (layers,), (layer,)) for module in _WITH_STATE.split() for layer in range(layers)]
     for kind, layer, expert in product((1, 2), range(layers), range(experts)):
-        found.append((f"mlp.experts.experts.linear_fc{kind}", (layers, experts), (layer, expert)))
-    states = [(f"decoder.layers.{module}._extra_state", shape, offset) for module, shape, offset in found]
+        modules.append((f"mlp.experts.experts.linear_fc{kind}", (layers, experts), (layer, expert)))
+    states = [(f"decoder.layers.{module}._extra_state", shape, offset) for module, shape, offset in modules]
     return [*states, ("decoder.final_layernorm._extra_state", (1,), (0,))]
 
 

@@ -92,7 +92,7 @@ def prepare(
     groups["train"] = find_groups(sources, key, "train", leave_out=apart)
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     settings: dict[str, Any] = {
-        **{side: [[name, file_bytes(name)] for one in found for name in one.files] for side, found in groups.items()},
+        **{side: [[name, file_bytes(name)] for one in given for name in one.files] for side, given in groups.items()},
         "tokenizer": loaded.sha256 if loaded else train_tokenizer,
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
         "key": key, "tokens": tokens, "valid_tokens": valid_tokens,
@@ -178,7 +178,7 @@ def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, s
     """Tokenize some rows. `datasets` finds earlier results by the arguments: the tokenizer's hash is one of them."""
     texts = texts_of(group, rows)
     loaded = _load_once(*tokenizer)
-    ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
+    ids = [[*tokens, loaded.eos_id] if tokens else [] for tokens in loaded.encode(texts)]
     # A hash of the text decides, so that a document stays on its side when others come, and duplicates with it.
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     return {"ids": ids, "valid": [int.from_bytes(each, "big") < share * 2**64 for each in hashes]}
@@ -189,10 +189,10 @@ def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str
     groups: list[Group] = []
     room = 0
     for source in sources:
-        found = [name for name in _files_of(source, split) if _kind(name)]
-        if not found:
+        files = [name for name in _files_of(source, split) if _kind(name)]
+        if not files:
             raise DataError(f"{source} has nothing to read: give {READABLE}")
-        for name in (each for each in found if os.path.realpath(each) not in leave_out):
+        for name in (each for each in files if os.path.realpath(each) not in leave_out):
             room -= file_bytes(name)
             if not groups or groups[-1].kind != _kind(name) or room < 0:
                 groups.append(Group(_kind(name), [], key))

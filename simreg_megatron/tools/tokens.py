@@ -59,11 +59,11 @@ class PairWriter:
     def add(self, ids: Iterable[int]) -> None:
         import numpy as np
 
-        found = np.asarray(ids, dtype=self._dtype)
-        self._bin.write(found.tobytes())
-        self._lengths.append(len(found))
+        array = np.asarray(ids, dtype=self._dtype)
+        self._bin.write(array.tobytes())
+        self._lengths.append(len(array))
         self.documents += 1
-        self.tokens += len(found)
+        self.tokens += len(array)
 
     def close(self) -> None:
         import numpy as np
@@ -173,14 +173,14 @@ class Tokenizer(NamedTuple):
 def load_tokenizer(source: str) -> Tokenizer:
     """Load a sentencepiece `.model` file, or a Hugging Face folder or name; a DataError if it is of no use."""
     try:
-        found = _load_sentencepiece(source) if source.endswith(".model") else _load_hugging_face(source)
+        tokenizer = _load_sentencepiece(source) if source.endswith(".model") else _load_hugging_face(source)
     except ImportError:
         raise
     except Exception as error:  # both libraries raise errors of any type
         raise DataError(f"{source} cannot be loaded as a tokenizer, a .model or a folder or name: {error}") from None
-    if found.eos_id < 0:
+    if tokenizer.eos_id < 0:
         raise DataError(f"the tokenizer {source} has no end-of-text token, which closes each document: name one in it")
-    return found
+    return tokenizer
 
 
 def _load_sentencepiece(source: str) -> Tokenizer:
