@@ -26,7 +26,7 @@ from benchmarks.cases import Size, hidden_states
 from benchmarks.measure import _errors, in_turns, peak_bytes
 from benchmarks.records import Record
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.simreg import FORMS
+from simreg_megatron.losses.simreg import FAST_IMPLS
 
 _CHUNKS = (Size(32, 1024, 1024), Size(16, 1024, 2048), Size(8, 1024, 3072), Size(4, 1024, 4096))  # micro-batches
 _WHOLE = (Size(16, 2048, 1024), Size(2, 2048, 4096))  # of the presets from 350M to 7B
@@ -42,7 +42,7 @@ _COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.forms", description=__doc__)
-    parser.add_argument("impl", choices=("reference", *FORMS))
+    parser.add_argument("impl", choices=("reference", *FAST_IMPLS))
     parser.add_argument("output", type=Path, metavar="FILE.csv")
     parser.add_argument("--from", dest="source", action="store_true", help="measure nothing: make the file's table")
     options = parser.parse_args()

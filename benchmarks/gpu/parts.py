@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.records import ROOT
-from simreg_megatron.losses.simreg import FORMS
+from simreg_megatron.losses.simreg import FAST_IMPLS
 
 CALLS = {"a": "is it right?", "b": "how fast is it?"}
 WORKERS = max(1, min(12, len(os.sched_getaffinity(0)) - 4))  # tests of one GPU at a time: each takes a core
@@ -114,7 +114,7 @@ class Setting:
         for file in sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")):
             stem = file.removeprefix("test_").removesuffix(".py").replace("_", "-")
             workers = ("-n", str(WORKERS)) if stem == "one-gpu" else ()
-            for impl in FORMS if stem == "forms" else ("",):
+            for impl in FAST_IMPLS if stem == "forms" else ("",):
                 name = "-".join(filter(None, ("tests", stem, impl)))
                 chosen = (*(("-k", impl) if impl else workers), f"--junitxml={self.output / name}.xml")
                 command = (*_PYTHON, "pytest", f"tests/gpu/{file}", *_PYTEST, *chosen)
@@ -122,7 +122,7 @@ class Setting:
 
     def _sanitizers(self) -> Iterator[Part]:
         """A test of each form under the checkers of memory accesses and, if it has kernels of its own, of races."""
-        for tool, impls in (("memcheck", FORMS), ("racecheck", ("triton",))):
+        for tool, impls in (("memcheck", FAST_IMPLS), ("racecheck", ("triton",))):
             for impl in impls if shutil.which("compute-sanitizer") and not self.pretend else ():
                 checker = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_PYTHON)
                 test = ("pytest", "tests/gpu/test_forms.py", "-k", f"strides and {impl}", *_PYTEST)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast forms of what `simreg_megatron.losses` defines; each is judged by the reference there."""
+"""Fast implementations of what `simreg_megatron.losses` defines; each is judged by the reference there."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg as a ratio of two sums that never needs all pairs at once: the maths that every fast form shares.
+"""SimReg as a ratio of two sums that never needs all pairs at once: the maths that the fast implementations share.
 
 With P_ij = exp((cos(e_i, e_j) - 1) / tau) and the token itself among its positives, S_pos lies in [1, k]: the shift by
 1 / tau needs no maximum, and one exponential serves row i and row j. The term is log1p(S_neg / S_pos), never a
@@ -43,8 +43,8 @@ class Kept(NamedTuple):
 
     documents: Tensor | None  # [b, c, k], or None
     label_ids: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
-    scale: Tensor  # 1 / |row| times a constant of the form [b, c, k]
-    pairs: Tensor  # P of all pairs, in an order of the form's own; empty where it is computed again
+    scale: Tensor  # 1 / |row| times a constant of the kernels [b, c, k]
+    pairs: Tensor  # P of all pairs, in the kernels' own order; empty where it is computed again
 
 
 class Measured(NamedTuple):
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
     kept: Kept
 
 
-class Form(ABC):
+class Kernels(ABC):
     """Interface: the sums over pairs and their gradient; see above for the equations."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ def cut(span: Span, size: int) -> list[Span]:
     return [(first, min(first + size, span[1])) for first in range(span[0], span[1], size)]
 
 
-def contrast_terms(tokens: Tokens, temperature: float, form: Form) -> Tensor:
+def contrast_terms(tokens: Tokens, temperature: float, kernels: Kernels) -> Tensor:
     """Compute log(1 + u_i) of every token [b, c, k], u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij.
 
     Args:
@@ -117,33 +117,33 @@ def contrast_terms(tokens: Tokens, temperature: float, form: Form) -> Tensor:
     compute = _ContrastTerms.apply
     if torch.compiler.is_compiling():
         compute = torch.compiler.disable(compute)  # its tiles stay out of the graph
-    return compute(*tokens, temperature, form)
+    return compute(*tokens, temperature, kernels)
 
 
 class _ContrastTerms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, temperature: float, form: Form
+        ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Any, temperature: float, kernels: Kernels
     ) -> Tensor:
         tokens, anchors = Tokens(rows, labels, usable, documents), (0, rows.shape[2])
-        terms, slopes, kept = form.measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
+        terms, slopes, kept = kernels.measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
         ctx.save_for_backward(rows, slopes, *kept)
-        ctx.options, ctx.is_spent = (temperature, form), False
+        ctx.options, ctx.is_spent = (temperature, kernels), False
         return terms
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, slopes, *saved = ctx.saved_tensors
-        (temperature, form), (kept,) = ctx.options, without_spent_pairs(ctx, [Kept(*saved)])
+        (temperature, kernels), (kept,) = ctx.options, without_spent_pairs(ctx, [Kept(*saved)])
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        form.backward(rows, kept, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
+        kernels.backward(rows, kept, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
         return grad, None, None, None, None, None
 
 
 def without_spent_pairs(ctx: Any, kept: list[Kept]) -> list[Kept]:
     """Drop exponentials that a first backward (`retain_graph`) may have written over; refuse a second derivative."""
     if torch.is_grad_enabled():  # create_graph=True
-        raise RuntimeError("the fast forms of SimReg have no second derivative: use impl 'reference'")
+        raise RuntimeError("the fast implementations of SimReg have no second derivative: use impl 'reference'")
     if ctx.is_spent:
         kept = [each._replace(pairs=each.pairs.new_empty(0)) for each in kept]
     ctx.is_spent = True

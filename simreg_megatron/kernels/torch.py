@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg in plain torch, for any device and floating type, in memory O(n): the form "tiled".
+"""SimReg in plain torch, for any device and floating type, in memory O(n): impl "tiled".
 
 The pairs of a chunk are a square matrix, computed tile by tile: a tile above the diagonal also serves its mirror image.
 Half precision is widened to float32, one side of a tile at a time. With c = tau ln 2 and f_i = e_i / (|e_i| sqrt(c)),
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import Form, Kept, Measured, Rectangles, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import Kept, Kernels, Measured, Rectangles, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
 
@@ -193,7 +193,7 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], coeffs: Tensor, reg
         grad.copy_(of_factor.view_as(grad))
 
 
-class TorchForm(Form):
+class TorchKernels(Kernels):
     def pair_sums(
         self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
     ) -> tuple[Kept, Tensor]:

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from simreg_megatron.kernels.contrast import Form, Kept, Measured, Rectangles, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import Kept, Kernels, Measured, Rectangles, Span, Tokens, cut
 
 LONGEST_KEPT = 8192
 PANEL = 8192  # half as many leave half of a GPU idle in the product at width 512
@@ -292,7 +292,7 @@ def cdiv(count: int, size: int) -> int:
     return -(-count // size)  # triton.cdiv costs the host 10 us a call
 
 
-class TritonForm(Form):
+class TritonKernels(Kernels):
     """Launches the kernels above; a ValueError where Triton is too old for them."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 """SimReg: a supervised contrastive term on the hidden states that predict the next token (arXiv 2605.08809).
 
 Shapes: b sequences, n tokens, d features; chunks of k tokens, folded with the batch into m chunks; p anchors of each.
-The reference that faster forms are judged by is here: one p x k matrix per chunk, plain torch, autograd.
+The reference that faster implementations are judged by is here: one p x k matrix per chunk, plain torch, autograd.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import Form, Tokens, contrast_terms
+from simreg_megatron.kernels.contrast import Kernels, Tokens, contrast_terms
 from simreg_megatron.kernels.precision import no_autocast
-from simreg_megatron.kernels.torch import TorchForm
+from simreg_megatron.kernels.torch import TorchKernels
 from simreg_megatron.losses._anchored import (
     REDUCTIONS,
     anchored_terms,
@@ -28,10 +28,10 @@ from simreg_megatron.losses._anchored import (
 from simreg_megatron.losses._chunks import Block, Span, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.notices import refuse
-from simreg_megatron.objectives import CHUNK_WEIGHTS, FORMS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
+from simreg_megatron.objectives import CHUNK_WEIGHTS, FAST_IMPLS, GROUP_REDUCTIONS, IMPLEMENTATIONS, SELF_POSITIVES
 
 AUTO: dict[tuple[str, torch.dtype], str] = {}
-"""The form behind "auto" by kind of device and type of the rows, if one was tried; else tiled."""
+"""The implementation behind "auto" by kind of device and type of the rows, if one was tried; else tiled."""
 
 
 def simreg_loss(
@@ -106,7 +106,7 @@ def simreg_loss(
         check_choice(name, value, choices)
     sentence = "chunk_weight 'count-corrected' has no effect with group_reduce 'mean', which has no counts: use token."
     refuse((group_reduce == "mean" and chunk_weight == "count-corrected", sentence))
-    get_similarity(similarity, exponents)  # checks them, as the fast forms do not look at them
+    get_similarity(similarity, exponents)  # checks them, as the kernels do not look at them
     roles = token_roles(
         labels, usable, documents=documents, chunk_size=chunk_size, group_reduce=group_reduce,
         self_positive=self_positive, chunk_weight=chunk_weight,
@@ -119,11 +119,11 @@ def simreg_loss(
             temperature=float(temperature), similarity=similarity, exponents=exponents, self_positive=self_positive,
         )  # fmt: skip
     else:
-        form, parts = form_named(impl), []
+        kernels, parts = load_kernels(impl), []
         with no_autocast(embeddings.device.type):
             for stretch in stretches(labels.shape[1], chunk_size, (0, labels.shape[1])):
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                parts.append(contrast_terms(tokens, float(temperature), form).flatten(1))
+                parts.append(contrast_terms(tokens, float(temperature), kernels).flatten(1))
         terms = with_roles(joined(parts), roles)
     if reduction == "none":
         return terms.reshape(shape)
@@ -171,7 +171,7 @@ def chosen_impl(
 ) -> str:
     """Return the implementation for these rows; ValueError for one that lacks an option."""
     fits = similarity == "cosine" and self_positive == "always"
-    if impl in FORMS and not fits:
+    if impl in FAST_IMPLS and not fits:
         raise ValueError(
             f"impl {impl!r} supports only similarity 'cosine' with self_positive 'always', not {similarity!r} with "
             f"{self_positive!r}: use impl 'reference'."
@@ -186,15 +186,15 @@ def chosen_impl(
 
 
 @functools.cache
-def form_named(impl: str) -> Form:
-    """Return a fast form; ValueError for one that needs a Triton that is not here."""
+def load_kernels(impl: str) -> Kernels:
+    """Return the kernels of a fast implementation; ValueError if they need a Triton that is not here."""
     if impl == "tiled":
-        return TorchForm()
+        return TorchKernels()
     try:
-        from simreg_megatron.kernels.triton import TritonForm
+        from simreg_megatron.kernels.triton import TritonKernels
     except ModuleNotFoundError as error:
         raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
-    return TritonForm()
+    return TritonKernels()
 
 
 def _logits(block: Block, logits_of: Callable[..., Tensor], temperature: float) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the form behind `impl="auto"` on a GPU: triton where it is right, else tiled.
+"""Choose the implementation behind `impl="auto"` on a GPU: triton where it is right, else tiled.
 
 A kernel that is right on one GPU, driver and release of Triton may not be on the next: so before the first step it is
 compared with tiled in float32, on made-up rows of the run's own shape.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import Tokens, cut
-from simreg_megatron.losses.simreg import AUTO, form_named
+from simreg_megatron.losses.simreg import AUTO, load_kernels
 
 
 class Shape(NamedTuple):
@@ -48,7 +48,7 @@ def choose(shape: Shape, device: torch.device, group: dist.ProcessGroup | None =
 
 
 def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
-    """Compare a form with tiled in float32, in terms and gradient; return what is wrong with it, or nothing."""
+    """Compare an implementation with tiled in float32, in terms and gradient; return its fault, or nothing."""
     try:
         whole = sample(shape, device)  # then part of a chunk with two documents, each third another rank's anchors
         few = [part[:, :1, :2048] for part in whole[:3]]
@@ -70,12 +70,12 @@ def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
 
 def _computed(impl: str, tokens: Tokens, tau: float, num_ranks: int) -> tuple[Tensor, Tensor]:
     """Compute SimReg's terms and the gradient of their sum, as ranks do that hold a span of each chunk."""
-    form, length, grad = form_named(impl), tokens.rows.shape[2], torch.empty_like(tokens.rows)
+    kernels, length, grad = load_kernels(impl), tokens.rows.shape[2], torch.empty_like(tokens.rows)
     spans = cut((0, length), max(1, -(-length // num_ranks)))
-    measured = [form.measure(tokens, span, tau, keep=True) for span in spans]
+    measured = [kernels.measure(tokens, span, tau, keep=True) for span in spans]
     coeffs = torch.cat([each.slopes for each in measured], dim=-1)
     for span, each in zip(spans, measured, strict=True):
-        form.backward(tokens.rows, each.kept, coeffs, span, tau, grad[:, :, slice(*span)])
+        kernels.backward(tokens.rows, each.kept, coeffs, span, tau, grad[:, :, slice(*span)])
     return torch.cat([each.terms for each in measured], dim=-1), grad
 
 

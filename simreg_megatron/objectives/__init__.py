@@ -20,8 +20,8 @@ from simreg_megatron.objectives.record import ExampleSettings, Kind, Objective, 
 __all__ = ["BUILT_IN", "GROUP", "ExampleSettings", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
 GROUP_REDUCTIONS = ("sum", "mean")
-FORMS = ("triton", "tiled")  # of SimReg: the fast ones
-IMPLEMENTATIONS = ("auto", "reference", *reversed(FORMS))
+FAST_IMPLS = ("triton", "tiled")  # of SimReg: the fast ones
+IMPLEMENTATIONS = ("auto", "reference", *reversed(FAST_IMPLS))
 SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 

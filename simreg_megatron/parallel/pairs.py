@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import Form, Kept, Measured, Tokens, without_spent_pairs
+from simreg_megatron.kernels.contrast import Kept, Kernels, Measured, Tokens, without_spent_pairs
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.losses.roles import TokenRoles
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
@@ -32,7 +32,7 @@ class View(NamedTuple):
     """Some anchors of this rank and all tokens that they meet: whole chunks from their first token on."""
 
     run: Run  # of the tokens, on the sequence
-    embeddings: Tensor  # [B, K, D]; without a gradient where a fast form of SimReg computes it
+    embeddings: Tensor  # [B, K, D]; without a gradient where SimReg's kernels compute it
     labels: Tensor  # [B, K]
     usable: Tensor  # [B, K] bool
     documents: Tensor | None  # [B, K]
@@ -47,7 +47,7 @@ Part = tuple[View, Stretch]  # and chunks of its tokens
 class Pairs(NamedTuple):
     chunk_size: int
     temperature: float
-    form: Form
+    kernels: Kernels
 
 
 def terms_over_ranks(
@@ -90,7 +90,7 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     """Compute the gradient of this rank's rows."""
     hidden_states, slopes_2BA, *saved = ctx.saved_tensors
     parts, shard, plan, pairs = ctx.rest
-    form, size = pairs.form, len(Kept._fields)
+    kernels, size = pairs.kernels, len(Kept._fields)
     kept = without_spent_pairs(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
 
     coeffs_SB2 = shard.from_all_anchors((grad_terms * slopes_2BA).permute(2, 1, 0))
@@ -104,7 +104,7 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
         shape = *each.label_ids.shape[:2], stretch.inside[1] - stretch.inside[0]  # [b, c, p]
         last = first + shape[1] * shape[2]
         grad = grad_ABD[first:last].transpose(0, 1).view(*shape, grad_ABD.shape[2])
-        form.backward(stretch.chunks(rows.at(run)), each, coeffs_of_all, stretch.inside, pairs.temperature, grad)
+        kernels.backward(stretch.chunks(rows.at(run)), each, coeffs_of_all, stretch.inside, pairs.temperature, grad)
         first = last
     return shard.from_all_anchors(grad_ABD)
 
@@ -115,23 +115,23 @@ def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
     chunk = min(pairs.chunk_size or layout.length, layout.length)
     num_pairs = hidden_states.shape[1] * layout.length * chunk
     per_rank = num_pairs // (layout.context_size * layout.tensor_size)
-    return pairs.form.keeps(hidden_states, per_rank, chunk)
+    return pairs.kernels.keeps(hidden_states, per_rank, chunk)
 
 
 def _measured(
     parts: Sequence[Part], shard: SequenceShard, plan: RowPlan, pairs: Pairs, *, keeps: bool
 ) -> list[Measured]:
     """Measure every part; if ranks share the pairs, each is computed on one of them: then a collective."""
-    form, tau = pairs.form, pairs.temperature
+    kernels, tau = pairs.kernels, pairs.temperature
     shares = plan.shares_chunks and not keeps and shard.layout.cu_seqlens is None
     local = []
     for view, stretch in parts:
         tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
         rectangles = _rectangles(view, stretch, plan) if shares else None
-        local.append(form.pair_sums(tokens, stretch.inside, tau, rectangles, keep=keeps))
+        local.append(kernels.pair_sums(tokens, stretch.inside, tau, rectangles, keep=keeps))
     if shares:
         local = _summed(local, parts, shard)
-    return [form.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(local, parts, strict=True)]
+    return [kernels.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(local, parts, strict=True)]
 
 
 def _rectangles(view: View, stretch: Stretch, plan: RowPlan) -> list[tuple[Run, Run]]:

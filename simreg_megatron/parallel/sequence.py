@@ -23,7 +23,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._anchored import anchored_terms, with_heads
 from simreg_megatron.losses._chunks import joined, with_direction
 from simreg_megatron.losses.roles import TokenRoles, token_roles
-from simreg_megatron.losses.simreg import FORMS, chosen_impl, form_named, simreg_terms, with_roles
+from simreg_megatron.losses.simreg import FAST_IMPLS, chosen_impl, load_kernels, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
 from simreg_megatron.objectives.record import Kind
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window, row_plan
@@ -77,8 +77,8 @@ def simreg_over_ranks(
 
         term_i = log(1 + S_neg,i / S_pos,i),    S = sum over negatives (positives) j of exp((cos(e_i, e_j) - 1) / tau)
 
-    A fast form finds the terms of all views at once, and sends two numbers of each anchor in the backward; the
-    reference differentiates through the rows that `chunk_views` gathered.
+    A fast implementation computes the terms of all views at once, and sends two numbers of each anchor in the backward;
+    the reference differentiates through the rows that `chunk_views` gathered.
 
     Args:
         hidden_states: [S, B, D] of this rank; their gradient is complete, whichever rank's anchors it came from.
@@ -89,8 +89,8 @@ def simreg_over_ranks(
     Returns:
         [B, anchors of this rank], in the order of its rows.
     """
-    form = fast_form(config, hidden_states)
-    if form is None:
+    impl = fast_impl(config, hidden_states)
+    if impl is None:
         return joined([
             simreg_terms(
                 view.embeddings, view.labels, view.usable, view.roles, anchors=view.anchors, documents=view.documents,
@@ -100,7 +100,7 @@ def simreg_over_ranks(
             for view in views
         ])  # fmt: skip
     plan = row_plan(shard.layout, shard.rank, Cutting(config.chunk_size, config.scope, sample_length))
-    pairs = Pairs(config.chunk_size, config.tau, form_named(form))
+    pairs = Pairs(config.chunk_size, config.tau, load_kernels(impl))
     terms = terms_over_ranks(hidden_states, views, shard, plan, pairs)
     if len(views) == 1:  # a split would be one launch more in the backward
         return with_roles(terms, views[0].roles)
@@ -146,7 +146,7 @@ def chunk_views(
 ) -> list[View]:  # fmt: skip
     """Gather what this rank's anchors are compared with: whole chunks, in the order of its rows.
 
-    A collective wherever the plan exchanges labels or rows. The rows have no gradient where a fast form of SimReg
+    A collective wherever the plan exchanges labels or rows. The rows have no gradient where fast kernels of SimReg
     computes on them: `simreg_over_ranks` computes that gradient itself.
 
     Args:
@@ -163,9 +163,9 @@ def chunk_views(
     """
     scope = "local" if config.sends_no_rows and not for_log else config.scope
     plan = row_plan(shard.layout, shard.rank, Cutting(config.chunk_size, scope, sample_length))
-    usable, form = valid, fast_form(config, hidden_states)
+    usable, impl = valid, fast_impl(config, hidden_states)
     counts_tokens = (config.group_reduce, config.chunk_weight) != ("sum", "token")
-    if form is None or counts_tokens or measures:  # else the form leaves out the rows that are exactly zero
+    if impl is None or counts_tokens or measures:  # else the kernels leave out the rows that are exactly zero
         usable = with_direction(hidden_states.transpose(0, 1), valid)
     if heads is not None:  # a zero row has no cosine either, as in an output layer that begins with zeros
         usable = with_direction(heads.transpose(0, 1).to(hidden_states.dtype), usable)
@@ -174,7 +174,7 @@ def chunk_views(
     all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
     if config.chunk_weight != "token":
         _say_if_weightless(config, plan)
-    rows = shard.gathered_rows_detached(hidden_states, plan) if form else shard.gathered_rows(hidden_states, plan)
+    rows = shard.gathered_rows_detached(hidden_states, plan) if impl else shard.gathered_rows(hidden_states, plan)
     head_rows = None if heads is None else shard.gathered_rows_detached(heads, plan)
     relabels = None if for_log else config.record.relabels
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -237,10 +237,10 @@ def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Loc
     return Located(all_labels, both.runs), Located(all_usable.bool(), both.runs)
 
 
-def fast_form(config: SimRegConfig, rows: Tensor | None = None) -> str | None:
-    """Choose the form that computes SimReg on these rows; None for the reference, and for another objective."""
+def fast_impl(config: SimRegConfig, rows: Tensor | None = None) -> str | None:
+    """Choose the fast implementation for these rows; None for the reference, and for another objective."""
     impl = chosen_impl(config.impl, config.similarity, config.self_positive, rows) if config.is_simreg else ""
-    return impl if impl in FORMS else None
+    return impl if impl in FAST_IMPLS else None
 
 
 def _relative(run: Run, origin: Run) -> Run:

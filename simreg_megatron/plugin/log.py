@@ -12,7 +12,7 @@ from torch import Tensor
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import say
 from simreg_megatron.parallel.metrics import add_to_console, left_out_of_console
-from simreg_megatron.parallel.sequence import fast_form
+from simreg_megatron.parallel.sequence import fast_impl
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
 
@@ -32,7 +32,7 @@ def described(config: SimRegConfig, model: Any) -> str:
         settings.append(f"chunks of {config.chunk_size} tokens" if is_cut else "whole sequences")
     if not config.sends_no_rows:
         like = torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
-        settings += [f"scope {config.scope}", f"impl {fast_form(config, like) or 'reference'}"]
+        settings += [f"scope {config.scope}", f"impl {fast_impl(config, like) or 'reference'}"]
     settings += [f"{name} {value}" for name, value in config.objective_options if value != "whole"]
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
     return f"{name}: {', '.join(settings)}"

@@ -98,7 +98,7 @@ def make_ready(model_chunks: Any, settings: Any, micro_batch_size: int | None, s
         regularizer.strength.repeats, regularizer.metrics.has_geometry = True, False
         log_once(f"SimReg: no geometry is measured with {refusals.WHOLE_GRAPH}; the log has its loss and lambda")
     if micro_batch_size and seq_length:
-        choose_form(config, models, micro_batch_size, seq_length)
+        choose_impl(config, models, micro_batch_size, seq_length)
     for model in models:
         if getattr(model, "post_process", True):
             open_row_group(model)
@@ -111,8 +111,8 @@ def make_ready(model_chunks: Any, settings: Any, micro_batch_size: int | None, s
             log_once(f"SimReg: {note}")
 
 
-def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
-    """Let all ranks take the form of SimReg that is right (see `trial`), on GPUs where `auto` is asked for.
+def choose_impl(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
+    """Let all ranks take the implementation of SimReg that is right (see `trial`), on GPUs where `auto` is asked for.
 
     A collective over all ranks, those without hidden states of SimReg included. `seq_length` is over all ranks, too.
     """

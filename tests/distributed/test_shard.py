@@ -15,7 +15,7 @@ from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.simreg import form_named
+from simreg_megatron.losses.simreg import load_kernels
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.sequence import EndTokens, chunk_views, simreg_over_ranks
@@ -165,7 +165,7 @@ def check_sharing_rank(number: int, layout: ShardLayout, config: SimRegConfig) -
     tiles.LIMITS["cpu"] = tiles.LIMITS["cpu"]._replace(kept=0, side=5)
 
     counts = []
-    form = form_named("tiled")
+    form = load_kernels("tiled")
     pair_sums = form.pair_sums
 
     def counted(tokens: Tokens, anchors: Run, temperature: float, rectangles: Any = None, **options: Any) -> Any:

@@ -51,7 +51,7 @@ class OnGpu(Tensor):
 
 def launch(kind: str, *, full: bool) -> None:
     """Compute terms and their gradient in every way that differs in kernels or in what they are compiled for."""
-    (dtype, width), triton_form = KINDS[kind], form.TritonForm()
+    (dtype, width), triton_form = KINDS[kind], form.TritonKernels()
     shapes = ((2, 3, 48), False), ((2, 3, 48), True), ((1, 1, 48), False)  # Triton makes constants of ones
     ways = [*itertools.product(shapes, (1,), (True, False)), *itertools.product(shapes[:1], (2,), (True, False))]
     for (shape, has_documents), share, keep in ways if full else ways[:1]:

@@ -208,7 +208,7 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
     monkeypatch.setattr(compat, "arguments", lambda: args)
     attached: list[tuple] = []
     monkeypatch.setattr(Clipping, "attach", lambda *given: attached.append(given))
-    for module, name in ((plugin_loop, "choose_form"), (plugin_loop, "open_row_group"), (refusals, "refuse_models")):
+    for module, name in ((plugin_loop, "choose_impl"), (plugin_loop, "open_row_group"), (refusals, "refuse_models")):
         monkeypatch.setattr(module, name, lambda *given: None)
     installation.keep(installation.Installation(None, lambda config: ()))
     with warnings.catch_warnings(record=True) as caught:

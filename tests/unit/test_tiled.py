@@ -12,7 +12,7 @@ from benchmarks.measure import peak_bytes
 from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.simreg import form_named
+from simreg_megatron.losses.simreg import load_kernels
 from tests.gpu.tf32 import apart
 from tests.helpers.fixtures import random_tokens
 from tests.helpers.ways import kept_bytes, limit, small_regions
@@ -104,7 +104,7 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
     work = next(size for size in range(1, 1 << 20, 256) if _together(tokens.rows, size, monkeypatch) == together)
     limit(monkeypatch, work=work)
     grads = []
-    form = form_named("tiled")
+    form = load_kernels("tiled")
     for keep in (True, False):
         _, slopes, kept = form.measure(tokens, (0, 8), 0.1, keep=keep)
         assert kept.pairs.numel() == (4 * 8 * 16 if keep else 0)

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli
 from simreg_megatron.cli import doctor
-from simreg_megatron.kernels.contrast import Form, Kept, Measured
-from simreg_megatron.kernels.torch import TorchForm
+from simreg_megatron.kernels.contrast import Kept, Kernels, Measured
+from simreg_megatron.kernels.torch import TorchKernels
 from simreg_megatron.losses import simreg, trial
-from simreg_megatron.losses.simreg import form_named
+from simreg_megatron.losses.simreg import load_kernels
 from simreg_megatron.losses.trial import Shape
-from simreg_megatron.parallel.sequence import fast_form
+from simreg_megatron.parallel.sequence import fast_impl
 from simreg_megatron.plugin import loop
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
 from tests.helpers.processes import run_processes
 
 
-class WrongFarAway(TorchForm):
+class WrongFarAway(TorchKernels):
     """Right in short chunks."""
 
     def finish(self, part: Kept, *given: Any) -> Measured:
@@ -36,27 +36,27 @@ class WrongFarAway(TorchForm):
 
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=2, length=96, width=16, chunk_size=40, dtype=torch.float32)
-Plant = Callable[[Form], None]
+Plant = Callable[[Kernels], None]
 
 
-class WrongTerms(TorchForm):
+class WrongTerms(TorchKernels):
     def finish(self, *given: Any) -> Measured:
         found = super().finish(*given)
         return found._replace(terms=found.terms * 1.001)
 
 
-class WrongGradient(TorchForm):
+class WrongGradient(TorchKernels):
     def backward(self, *given: Any) -> None:
         super().backward(*given)
         given[-1][:, :, ::5] *= 1.1
 
 
-class Broken(TorchForm):
+class Broken(TorchKernels):
     def finish(self, *given: Any) -> Measured:
         raise RuntimeError("no such instruction\non this device")
 
 
-class WrongForSomeAnchors(TorchForm):
+class WrongForSomeAnchors(TorchKernels):
     """Right where all tokens are anchors."""
 
     def backward(self, rows: Tensor, *given: Any) -> None:
@@ -71,14 +71,14 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     monkeypatch.setattr(simreg, "AUTO", {})
     monkeypatch.setattr(trial, "AUTO", simreg.AUTO)
 
-    def take(planted: Form) -> None:
-        monkeypatch.setattr(trial, "form_named", lambda impl: planted if impl == "triton" else form_named(impl))
+    def take(planted: Kernels) -> None:
+        monkeypatch.setattr(trial, "load_kernels", lambda impl: planted if impl == "triton" else load_kernels(impl))
 
     return take
 
 
 def test_a_right_form_is_taken(plant: Plant) -> None:
-    plant(TorchForm())
+    plant(TorchKernels())
     expected = "impl auto is triton on 2 x 96 x 16 (float32, chunks of 40), which is right here"
     assert trial.choose(SHAPE, CPU) == expected
     assert {("cpu", torch.float32): "triton"} == simreg.AUTO
@@ -94,7 +94,7 @@ WRONG_FORMS = [
 
 
 @pytest.mark.parametrize(("planted", "why"), WRONG_FORMS)
-def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -> None:
+def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Kernels], why: str) -> None:
     plant(planted())
     found = trial.choose(SHAPE, CPU)
     assert re.search(f"impl auto is tiled on .*, since triton {why}", found), found
@@ -139,31 +139,31 @@ def rows_like(config: SimRegConfig, model: Any) -> torch.Tensor:
 
 def test_before_the_first_step(plant: Plant, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU, and for `auto` alone; the shape is that of one rank."""
-    plant(TorchForm())
+    plant(TorchKernels())
     shapes = []
     monkeypatch.setattr(trial, "failure_of", lambda impl, shape, device: shapes.append(shape) or "")
     config = SimRegConfig(lambda_=1, chunk_size=64)
-    loop.choose_form(config, [model()], 4, 512)
-    assert not shapes and fast_form(config, rows_like(config, model())) == "tiled", "nothing to try on a CPU"
+    loop.choose_impl(config, [model()], 4, 512)
+    assert not shapes and fast_impl(config, rows_like(config, model())) == "tiled", "nothing to try on a CPU"
     monkeypatch.setattr(loop, "device_of", lambda models: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(trial.torch, "tensor", lambda value, device: torch.empty(()).fill_(value))
-    loop.choose_form(SimRegConfig(lambda_=1, impl="triton"), [model()], 4, 512)
-    loop.choose_form(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
-    loop.choose_form(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
+    loop.choose_impl(SimRegConfig(lambda_=1, impl="triton"), [model()], 4, 512)
+    loop.choose_impl(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
+    loop.choose_impl(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
     assert not shapes
-    loop.choose_form(config, [model()], 4, 512)
+    loop.choose_impl(config, [model()], 4, 512)
     assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
     assert {("cuda", torch.bfloat16): "triton"} == simreg.AUTO
     said = capsys.readouterr().out
     assert "> SimReg: impl auto is triton on 4 x 128 x 16 (bfloat16, chunks of 64), which is right here" in said
-    loop.choose_form(replace(config, chunk_size=300), [model()], 4, 512)
+    loop.choose_impl(replace(config, chunk_size=300), [model()], 4, 512)
     assert shapes[-1].length == 300, "a chunk that ranks share is tried whole"
     for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):
-        loop.choose_form(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
+        loop.choose_impl(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
         assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
     empty = torch.nn.Module()
     empty.config, empty.pg_collection = model().config, model().pg_collection
-    loop.choose_form(config, [empty, model()], 4, 512)  # a stage without layers
+    loop.choose_impl(config, [empty, model()], 4, 512)  # a stage without layers
 
 
 def test_doctor_tries_it(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_doctor_tries_it(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(doctor, "_train_one_step", lambda: print("a step") or True)
     failure_of = trial.failure_of
     monkeypatch.setattr(trial, "failure_of", lambda impl, *_: failure_of(impl, SHAPE, CPU))
-    for planted, verdict in ((TorchForm(), "is right\n"), (WrongGradient(), "is wrong (terms off by ")):
+    for planted, verdict in ((TorchKernels(), "is right\n"), (WrongGradient(), "is wrong (terms off by ")):
         plant(planted)
         assert cli.main(["doctor", "--gpu"]) == 0
         said = capsys.readouterr().out

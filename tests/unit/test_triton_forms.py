@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.simreg import form_named
+from simreg_megatron.losses.simreg import load_kernels
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
@@ -160,7 +160,7 @@ def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> Non
     factors = torch.arange(1.0, 46).expand(2, 1, 45)
     grads, own = [], slice(*anchors)
     for name, given in (("triton", rows), ("tiled", rows.double())):
-        form = form_named(name)
+        form = load_kernels(name)
         strided = given.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(1)
         tokens = Tokens(strided, labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
         coeffs = factors.to(given.dtype) * form.measure(tokens, (0, 45), 0.1, keep=False).slopes
@@ -266,7 +266,7 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         simreg_loss(rows, labels, impl="triton")
     monkeypatch.delattr(kernels.tl, "make_tensor_descriptor")
     with pytest.raises(ValueError, match=r"needs Triton 3\.4 or newer"):
-        kernels.TritonForm()
+        kernels.TritonKernels()
 
 
 CARDS = quick_rows([(80, 163), (90, 227)], lambda row: row[0] == 90)
