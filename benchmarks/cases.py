@@ -102,10 +102,10 @@ def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, bac
     rows = torch.empty(size.batch, 1, size.length, size.width, dtype=dtype, device=device)
     anchors = 0, size.length
     plan = tiles.plan_for(rows, anchors, by_document=False)
-    found = tiles.count_pairs(tiles.triangle(anchors, size.length, plan.side))
+    pairs = tiles.count_pairs(tiles.triangle(anchors, size.length, plan.side))
     if backward:
-        found += size.length**2
+        pairs += size.length**2
         if not plan.kept:
             regions = cut(anchors, plan.region)
-            found += sum(tiles.count_pairs(tiles.triangle(one, size.length, plan.side)) for one in regions)
-    return size.batch * size.width * found
+            pairs += sum(tiles.count_pairs(tiles.triangle(one, size.length, plan.side)) for one in regions)
+    return size.batch * size.width * pairs

@@ -22,12 +22,12 @@ def backward(result: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
     assert root is not None
     users = _users(root)
     arrived: dict[Any, dict[int, Tensor]] = {root: {result.output_nr: grad}}
-    ready, found = [root], []
+    ready, leaves = [root], []
     while ready:
         node = ready.pop()
         grads = {number: _as_wanted(value, node, number) for number, value in arrived.pop(node, {}).items()}
         if node.name().endswith("AccumulateGrad"):
-            found += [(node.variable, _after_hooks(node.variable, value)) for value in grads.values()]
+            leaves += [(node.variable, _after_hooks(node.variable, value)) for value in grads.values()]
             continue
         for (after, number), value in zip(node.next_functions, _run(node, grads), strict=False):
             if after is None:
@@ -38,7 +38,7 @@ def backward(result: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
             users[after] -= 1
             if not users[after]:
                 ready.append(after)
-    return found
+    return leaves
 
 
 def _users(root: Any) -> Counter[Any]:
@@ -59,8 +59,8 @@ def _run(node: Any, grads: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
     if not grads:  # nothing came from above, and nothing goes on
         return (None,) * len(node.next_functions)
     run = node.apply if isinstance(node, BackwardCFunction) else node
-    found = run(*(grads.get(number) for number in range(len(node._input_metadata))))
-    return found if isinstance(found, tuple) else (found,)
+    result = run(*(grads.get(number) for number in range(len(node._input_metadata))))
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _as_wanted(grad: Tensor, node: Any, number: int) -> Tensor:

@@ -129,12 +129,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
             if storage is not None and storage not in self._known and not any(storage is one for one in given):
                 self._grow(storage)
-        return found
+        return result
 
     def _grow(self, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()

@@ -111,12 +111,12 @@ def _seconds(step: Callable[[], None]) -> float:
 
 def _package_calls(step: Callable[[], None]) -> Counter[tuple[str, str]]:
     """By file and name."""
-    found: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(PACKAGE):
-            found[file, frame.f_code.co_qualname] += 1
+            calls[file, frame.f_code.co_qualname] += 1
 
     sys.setprofile(note)
     threading.setprofile(note)
@@ -125,7 +125,7 @@ def _package_calls(step: Callable[[], None]) -> Counter[tuple[str, str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return found
+    return calls
 
 
 if __name__ == "__main__":

@@ -83,19 +83,19 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name = str(func)
         if "_local_scalar_dense" in name or name.startswith("aten.nonzero"):
             self.syncs += 1
         if not _reaches_the_device(func, name):
-            return found
-        tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)}
+            return result
+        tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)}
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         count = flop_registry.get(func.overloadpacket)
         is_new = kwargs.get("out") is None
-        flops = int(count(*args, **kwargs, out_val=found)) if count and is_new else _flops_of_product(args, name)
+        flops = int(count(*args, **kwargs, out_val=result)) if count and is_new else _flops_of_product(args, name)
         self._count(name, moved, flops)
-        return found
+        return result
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Count a kernel in Triton, in the place of `run`."""
@@ -208,14 +208,14 @@ def cases() -> Iterator[Case]:
 
 def rows() -> Iterator[dict[str, Any]]:
     for case in cases():
-        found = trace(case)
+        traced = trace(case)
         own_seconds = 6 * case.weights * case.batch * case.length / (PEAK * SHARE_OF_PEAK)  # of the micro-batch
         yield {
             "preset": case.name, "batch": case.batch, "tokens": case.length, "width": case.width,
             "chunk": case.chunk or "whole", "impl": case.form, "log_step": "yes" if case.logs else "no",
-            "launches": found.launches, "moved_mib": f"{found.moved / 2**20:.0f}",
-            "gflop": f"{found.multiplied / 1e9:.1f}", "syncs": found.syncs, "model_ms": f"{found.seconds * 1e3:.3f}",
-            "share": f"{found.seconds / own_seconds:.4f}" if case.weights else "",
+            "launches": traced.launches, "moved_mib": f"{traced.moved / 2**20:.0f}",
+            "gflop": f"{traced.multiplied / 1e9:.1f}", "syncs": traced.syncs, "model_ms": f"{traced.seconds * 1e3:.3f}",
+            "share": f"{traced.seconds / own_seconds:.4f}" if case.weights else "",
         }  # fmt: skip
 
 

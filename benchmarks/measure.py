@@ -46,7 +46,7 @@ def measured(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
     """All losses that this machine can run, forward alone and with backward."""
     torch.set_num_threads(1)
     rows, labels = hidden_states(size.batch, size.length, size.width, dtype, device)
-    found = []
+    results = []
     for backward in (False, True):
         left_out = {name: reason for name in LOSSES if (reason := _left_out(name, size, device))}
         names = [name for name in LOSSES if name not in left_out]
@@ -58,11 +58,11 @@ def measured(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
         errors = dict(_errors(names, rows, labels)) if backward else {}
         for name in names:
             counted = multiply_adds(name, size, dtype, device, backward=backward)
-            found.append(
+            results.append(
                 Row(name, size, backward, seconds[name], peaks[name], *errors.get(name, (None, None)), counted)
             )
-        found += [Row(name, size, backward, remark=reason) for name, reason in left_out.items()]
-    return found
+        results += [Row(name, size, backward, remark=reason) for name, reason in left_out.items()]
+    return results
 
 
 def _left_out(name: str, size: Size, device: str) -> str:

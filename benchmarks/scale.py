@@ -141,7 +141,7 @@ def sent_by_all(case: Case) -> dict[Rank, Sent]:
         RuntimeError: two ranks do not make the same collectives in the same order.
     """
     sent = {rank: sent_by(case, rank) for rank in case.layout.ranks_of_a_sequence}
-    if len({tuple(described(case, rank, found.calls, sizes=False)) for rank, found in sent.items()}) > 1:
+    if len({tuple(described(case, rank, own.calls, sizes=False)) for rank, own in sent.items()}) > 1:
         raise RuntimeError(f"{case}: ranks make their collectives in different orders")
     return sent
 

@@ -157,22 +157,22 @@ def table(lines: list[Record]) -> Iterator[str]:
     for name in dict.fromkeys(line["kind"] for line in lines):
         for title, (column, counts) in (MEASURES | IN_PAIRS if has_pairs else MEASURES).items():
             plain, other = windows_of([line for line in lines if line["kind"] == name], column, counts)
-            found = overhead(plain, other)
+            more = overhead(plain, other)
             yield (
-                f"| {name} | {title} | {found.base:.1f} | {found.percent:+.1f} % | {found.low:+.1f} to "
-                f"{found.high:+.1f} % | {len(plain)} |"
+                f"| {name} | {title} | {more.base:.1f} | {more.percent:+.1f} % | {more.low:+.1f} to "
+                f"{more.high:+.1f} % | {len(plain)} |"
             )
 
 
 def windows_of(lines: list[Record], column: str, counts: Counts) -> tuple[list[list[float]], list[list[float]]]:
     """For each whole window the mean in ms of the steps that count, by kind: of plain Megatron, and with SimReg."""
-    found: tuple[list[list[float]], list[list[float]]] = ([], [])
+    kinds: tuple[list[list[float]], list[list[float]]] = ([], [])
     for first in range(0, len(lines) - WINDOW + 1, WINDOW):
         window = lines[first : first + WINDOW]
-        for kind, means in ((1, found[0]), (0, found[1])):
+        for kind, means in ((1, kinds[0]), (0, kinds[1])):
             counted = [line for line in window if int(line["plain"]) == kind and counts(int(line["step"]))]
             means.append([sum(1000 * float(line[column]) for line in counted) / len(counted)])
-    return found
+    return kinds
 
 
 Turns = Sequence[Sequence[float]]  # for each turn the times per step of its logged intervals
@@ -204,7 +204,7 @@ def overhead(base: Turns, other: Turns) -> Overhead:
     )
     low, high = ratios[round(0.025 * _RESAMPLES)], ratios[round(0.975 * _RESAMPLES) - 1]
     whole = median(time for turn in base for time in turn)
-    return Overhead(whole, *(100 * (found - 1) for found in (ratio(pairs), low, high)))
+    return Overhead(whole, *(100 * (each - 1) for each in (ratio(pairs), low, high)))
 
 
 if __name__ == "__main__":

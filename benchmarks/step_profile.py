@@ -62,15 +62,15 @@ def table(steps: Sequence[dict[str, Any]], rows: int = 15) -> Iterator[str]:
 
 def _idle_before(of_device: Sequence[Any]) -> dict[str, float]:
     """ms in which the device computed nothing before a kernel, by the kernel's name."""
-    found: dict[str, float] = {}
+    waits: dict[str, float] = {}
     ends = 0.0
     for event in sorted((e for e in of_device if not e.is_user_annotation), key=lambda e: e.time_range.start):
         if ends:
             name = event.key[:120]
-            found[name] = found.get(name, 0.0) + max(0.0, event.time_range.start - ends) / 1e3
+            waits[name] = waits.get(name, 0.0) + max(0.0, event.time_range.start - ends) / 1e3
         ends = max(ends, event.time_range.end)
-    return found
+    return waits
 
 
-def _sum(found: dict[str, float] | float) -> float:
-    return sum(found.values()) if isinstance(found, dict) else found
+def _sum(times: dict[str, float] | float) -> float:
+    return sum(times.values()) if isinstance(times, dict) else times

@@ -77,8 +77,8 @@ class Alternating:
         step = self._plain if is_plain(number) else self._with_simreg
         if self._profile is None or number < get_args().train_iters - PROFILED:
             return step(*args, **kwargs)
-        result, found = profiled(lambda: step(*args, **kwargs))
-        self._profiles.append({"step": number, "plain": is_plain(number), **found})
+        result, measured = profiled(lambda: step(*args, **kwargs))
+        self._profiles.append({"step": number, "plain": is_plain(number), **measured})
         self._profile.write_text(json.dumps(self._profiles, indent=1), encoding="utf-8")
         return result
 

@@ -129,8 +129,8 @@ def _refuse_to_lose(plan: Plan, tables: dict[str, Table], entries: list[Entry]) 
 
 def _tell(name: str, tables: dict[str, Table]) -> list[analyse.Verdict]:
     print(f"{name}: {tables[name].plan.question}")
-    if found := list(analyse.problems(name, tables)):
-        print(*(f"  no conclusion: {problem}" for problem in found[:5]), sep="\n")
+    if problems := list(analyse.problems(name, tables)):
+        print(*(f"  no conclusion: {problem}" for problem in problems[:5]), sep="\n")
         return []
     verdicts = analyse.judge(name, tables)
     print(*(f"  {verdict}" for verdict in verdicts), sep="\n")
@@ -158,8 +158,8 @@ def _keep(options: argparse.Namespace) -> int:
     tables = read_tables(options.folder) if options.folder else {}
     known = _with_kept_searches(tables)
     for name, table in tables.items():
-        found = list(analyse.problems(name, known))
-        place = KEPT / "unfinished" if found else KEPT
+        problems = list(analyse.problems(name, known))
+        place = KEPT / "unfinished" if problems else KEPT
         place.mkdir(exist_ok=True)
         settings = settings_of(table.plan, known)
         entries = {entry.run.digest[:16]: entry for entry in entries_of(table.plan, table.rows[0]["data"], settings)}
@@ -168,8 +168,8 @@ def _keep(options: argparse.Namespace) -> int:
             curves = table.curves.get(row["run"], {})
             results.append((entries[row["run"]], row, {tag: curves[tag] for tag in _KEPT_CURVES if tag in curves}))
         write_table(place, table.plan, results, most=60)
-        print(f"{name}: {found[0] if found else 'kept'}")
-        if not found:
+        print(f"{name}: {problems[0] if problems else 'kept'}")
+        if not problems:
             for old in (KEPT / "unfinished").glob(f"{name}[.-]*"):
                 old.unlink()
     pages.write_pages()

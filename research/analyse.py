@@ -84,12 +84,12 @@ def fieller(arm: Sequence[float], than: Sequence[float], other: Sequence[float])
     from scipy import stats
 
     upper, lower = mean(arm) - mean(than), mean(other) - mean(than)
-    found = upper / lower
+    ratio = upper / lower
     of_arm, of_than, of_other = (stdev(group) ** 2 / len(group) for group in (arm, than, other))
-    parts = ((of_arm, len(arm)), ((1 - found) ** 2 * of_than, len(than)), (found**2 * of_other, len(other)))
+    parts = ((of_arm, len(arm)), ((1 - ratio) ** 2 * of_than, len(than)), (ratio**2 * of_other, len(other)))
     total = sum(variance for variance, _ in parts)
     if total == 0:
-        return found, found, found
+        return ratio, ratio, ratio
     freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
     square = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
     leading = lower**2 - square * (of_than + of_other)
@@ -97,7 +97,7 @@ def fieller(arm: Sequence[float], than: Sequence[float], other: Sequence[float])
     root = half**2 - leading * (upper**2 - square * (of_arm + of_than))
     if leading <= 0 or root < 0:
         return None
-    return found, (half - math.sqrt(root)) / leading, (half + math.sqrt(root)) / leading
+    return ratio, (half - math.sqrt(root)) / leading, (half + math.sqrt(root)) / leading
 
 
 def holm(p_values: Sequence[float]) -> int:
@@ -164,7 +164,7 @@ def judge(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     An arm's seeds are those of all tables that have runs with the same settings, so that a baseline that several
     experiments share is the same in all of them.
     """
-    table, found = tables[name], []
+    table, verdicts = tables[name], []
     for claim, place in itertools.product(table.plan.claims, table.places):
         arm, than = (_values(seeds_of(table.of(each, place), tables), claim.metric) for each in (claim.arm, claim.than))
         if min(len(arm), len(than)) > 1:
@@ -172,8 +172,8 @@ def judge(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
             verdict = Verdict(claim, place, arm, than, welch(arm, than, _SIDES[claim.sign]))
             if verdict.word in (HELD, OPPOSITE) and (claim.metric, claim.sign) == ("validation_loss", "lower"):
                 verdict = replace(verdict, saved=_saved(name, tables, claim, place))
-            found.append(verdict)
-    return found
+            verdicts.append(verdict)
+    return verdicts
 
 
 def seeds_of(rows: Sequence[Row], tables: Mapping[str, Table]) -> list[Row]:
@@ -239,8 +239,8 @@ def problems(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
     table = tables[name]
     plan = table.plan
     for column in ("data", "device", "number_type"):
-        if len(found := {row[column] for row in table.rows}) > 1:
-            yield f"{name}: its runs have {len(found)} values of {column}: compare runs that share it"
+        if len(values := {row[column] for row in table.rows}) > 1:
+            yield f"{name}: its runs have {len(values)} values of {column}: compare runs that share it"
     columns = ("arm", "size", "tokens_per_parameter", "seed", "trial")
     for place, count in Counter(" ".join(row[column] for column in columns) for row in table.rows).items():
         if count > 1:

@@ -57,9 +57,9 @@ def claims_table(tables: Mapping[str, Table]) -> Iterator[str]:
         elif claimed.experiment not in tables or list(problems(claimed.experiment, tables)):
             verdict, seen = "not tested yet", f"`python -m research run {claimed.experiment}`"
         else:
-            found = _verdicts_of(claimed, tables)
-            verdict = "; ".join(dict.fromkeys(word.lower() for word, _ in found))
-            seen = "<br>".join(_seen(verdict, test_of(verdict) in sure) for _, verdict in found)
+            verdicts = _verdicts_of(claimed, tables)
+            verdict = "; ".join(dict.fromkeys(word.lower() for word, _ in verdicts))
+            seen = "<br>".join(_seen(verdict, test_of(verdict) in sure) for _, verdict in verdicts)
         yield f"| {claimed.says} | {claimed.source} | {verdict} | {seen} |"
 
 
@@ -77,10 +77,10 @@ def surest(verdicts: Sequence[Verdict]) -> set[tuple[object, ...]]:
 
 def _verdicts_of(claimed: Claimed, tables: Mapping[str, Table]) -> list[tuple[str, Verdict]]:
     """Find the verdicts that decide a claim, each with what it means for this claim."""
-    claims, found = tables[claimed.experiment].plan.claims, judge(claimed.experiment, tables)
+    claims, verdicts = tables[claimed.experiment].plan.claims, judge(claimed.experiment, tables)
     supporting, refuting = ([claims[place] for place in places] for places in (claimed.claims, claimed.refuting))
-    decided = [(verdict.word, verdict) for verdict in found if verdict.claim in supporting]
-    refuted = [verdict for verdict in found if verdict.claim in refuting]
+    decided = [(verdict.word, verdict) for verdict in verdicts if verdict.claim in supporting]
+    refuted = [verdict for verdict in verdicts if verdict.claim in refuting]
     return decided + [(_REFUTED.get(verdict.word, verdict.word), verdict) for verdict in refuted]
 
 

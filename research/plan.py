@@ -257,7 +257,7 @@ def entries_of(plan: Plan, data: str, settings: Settings, *, quick: bool = False
         quick: two seeds at the first size, six steps each, to see that every arm runs.
     """
     first = 101 if plan.is_search else 1  # settings are chosen on other seeds than those they are judged by
-    found = []
+    entries = []
     for size, length in itertools.islice(
         itertools.product(plan.sizes, plan.tokens_per_parameter), 1 if quick else None
     ):
@@ -268,8 +268,8 @@ def entries_of(plan: Plan, data: str, settings: Settings, *, quick: bool = False
                 trials, tuned = arm.trials_of(size), settings(arm.tuned_as, size) if arm.tuned_as else {}
                 own = {**tuned, **arm.flags, **(trials[trial] if trials else {}), "seed": str(seed)}
                 run = _run_of(plan, size, length * arm.length, own, data, quick=quick)
-                found.append(Entry(arm.name, size, length, seed, trial + 1 if trials else 0, run))
-    return found
+                entries.append(Entry(arm.name, size, length, seed, trial + 1 if trials else 0, run))
+    return entries
 
 
 def _run_of(plan: Plan, size: int | str, length: float, own: Flags, data: str, *, quick: bool) -> Run:

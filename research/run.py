@@ -122,11 +122,11 @@ class Store:
         path = self.folder_of(run) / "result.json"
         if not path.is_file():
             return self._of_tables.get(run.digest[:16])
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return None if found["row"]["status"] == FAILED else (found["row"], found["curves"])
+        result = json.loads(path.read_text(encoding="utf-8"))
+        return None if result["row"]["status"] == FAILED else (result["row"], result["curves"])
 
     def write(self, plan: Plan, entries: Sequence[Entry]) -> None:
-        write_table(self.folder, plan, [(entry, *found) for entry in entries if (found := self.result(entry.run))])
+        write_table(self.folder, plan, [(entry, *result) for entry in entries if (result := self.result(entry.run))])
 
 
 @dataclass

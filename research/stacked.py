@@ -50,10 +50,10 @@ class Shape:
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each weight, in the order in which initial values are drawn."""
         d, f = self.width, -(-8 * self.width // 3 // 16) * 16
-        found: dict[str, tuple[int, ...]] = {"embedding": (self.vocabulary, d), "head": (self.vocabulary, d)}
+        shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocabulary, d), "head": (self.vocabulary, d)}
         for layer in range(self.layers):
-            found |= {f"qkv{layer}": (d, 3 * d), f"o{layer}": (d, d), f"up{layer}": (d, 2 * f), f"down{layer}": (f, d)}
-        return found | {"norms": (2 * self.layers + 1, d)}
+            shapes |= {f"qkv{layer}": (d, 3 * d), f"o{layer}": (d, d), f"up{layer}": (d, 2 * f), f"down{layer}": (f, d)}
+        return shapes | {"norms": (2 * self.layers + 1, d)}
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Stack:
 
     def terms(self, step: int, h: Tensor, labels: Tensor) -> list[Tensor]:
         """Sum lam * mean SimReg term over the models that have it in this step, for each length of chunk."""
-        (batch, length), states, found = labels.shape[1:], h.unbind(), []
+        (batch, length), states, terms = labels.shape[1:], h.unbind(), []
         active = [k for k, run in enumerate(self.runs) if run.lam and step < run.off_after * self.steps]
         places = torch.arange(length, device=h.device)[None]
         for chunk in sorted({self.runs[k].chunk for k in active}):
@@ -239,8 +239,8 @@ class Stack:
             rows = torch.cat([states[k].view(batch, length, -1) for k in models])
             own = torch.cat([chosen[self.runs[k].labels][k] for k in models])
             term = self.simreg(rows, own, chunk).view(len(models), -1).mean(1)
-            found.append((torch.stack([self.lam[k] for k in models]) * term).sum())
-        return found
+            terms.append((torch.stack([self.lam[k] for k in models]) * term).sum())
+        return terms
 
     def simreg(self, rows: Tensor, labels: Tensor, chunk: int) -> Tensor:
         return simreg_loss(rows, labels, temperature=0.01, chunk_size=chunk, reduction="none", impl=self.impl)

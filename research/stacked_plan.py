@@ -125,12 +125,12 @@ class Results:
 
     def grid(self, arm: str) -> dict[Setting, set[int]]:
         """Return the settings that an arm's search tries, and the seeds of each."""
-        found: dict[Setting, set[int]] = {}
+        grid: dict[Setting, set[int]] = {}
         for group in self.searches.values():
             if arm in group["arms"]:
                 for setting in _product(group):
-                    found.setdefault(setting, set()).update(group["seeds"])
-        return found
+                    grid.setdefault(setting, set()).update(group["seeds"])
+        return grid
 
     def lowest(self, arm: str, settings: Mapping[Setting, set[int]], *, search: bool) -> Setting | None:
         """Return the setting with the lowest mean validation loss; None if one lacks a row of one of its seeds."""
@@ -154,8 +154,8 @@ class Results:
         groups = (group for group in self.plan.groups if group.get("settings") == "best per std")
         seeds = {seed for group in groups if arm in group["arms"] for seed in group["seeds"]}
         per_std = [self.best_of_search(arm, std) for std in self.plan.stds if seeds]
-        found = self.lowest(arm, {each: seeds for each in per_std if each}, search=False)
-        return found or self.best_of_search(arm)
+        best = self.lowest(arm, {each: seeds for each in per_std if each}, search=False)
+        return best or self.best_of_search(arm)
 
     def settings_for(self, arm: str) -> Setting | None:
         """Return what the plan's rules give an arm from the rows there are; None while a search is incomplete."""
@@ -163,12 +163,12 @@ class Results:
         if not take:
             return self.best(like)
         other = read_plan(take["from"], tiny=self.plan.name.endswith("-tiny"))
-        found = Results(other, self.path.parent).best(like)
-        return found and (float(f"{found[0] * take['lr_times']:.10g}"), *found[1:])  # as it is read from a table
+        best = Results(other, self.path.parent).best(like)
+        return best and (float(f"{best[0] * take['lr_times']:.10g}"), *best[1:])  # as it is read from a table
 
     def missing(self, group: Mapping[str, Any]) -> list[tuple[str, Run, int]] | None:
         """Return arm, run and steps of what has no row; None while a setting is unknown."""
-        have, found = {tuple(row[key] for key in KEY) for row in self.rows}, []
+        have, missing = {tuple(row[key] for key in KEY) for row in self.rows}, []
         for arm in group["arms"]:
             settings: list[Setting | None] = [*_product(group)] if "search" in group else [self.settings_for(arm)]
             if group.get("settings") == "best per std":
@@ -178,8 +178,8 @@ class Results:
                     return None
                 run, steps = self.plan.run(arm, seed, setting)
                 if (arm, *asdict(run).values(), steps, *asdict(self.plan.shape).values()) not in have:
-                    found.append((arm, run, steps))
-        return found
+                    missing.append((arm, run, steps))
+        return missing
 
 
 def _product(group: Mapping[str, Any]) -> Iterator[Setting]:
@@ -242,10 +242,10 @@ def _differences(results: Results) -> Iterator[str]:
 
     def line(what: str, *parts: tuple[float, list[float]]) -> Iterator[str]:
         if all(len(values) > 1 and all(map(math.isfinite, values)) for _, values in parts):
-            found = contrast(*parts)
-            verdict = "lower" if found.high < 0 else "higher" if found.low > 0 else "not shown"
-            interval = f"{found.low:+.4f} to {found.high:+.4f}"
-            yield f"- {what}: {found.difference:+.4f} ({interval}), p {found.p_value:.2g}: {verdict}"
+            result = contrast(*parts)
+            verdict = "lower" if result.high < 0 else "higher" if result.low > 0 else "not shown"
+            interval = f"{result.low:+.4f} to {result.high:+.4f}"
+            yield f"- {what}: {result.difference:+.4f} ({interval}), p {result.p_value:.2g}: {verdict}"
 
     for pair in (pair for pair in plan.compare if stds and all(map(results.grid, pair))):
         best = {(arm, std): results.best_of_search(arm, std) for arm in pair for std in stds}

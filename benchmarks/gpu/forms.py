@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("output", type=Path, metavar="FILE.csv")
     parser.add_argument("--from", dest="source", action="store_true", help="measure nothing: make the file's table")
     options = parser.parse_args()
-    found = None if options.source else measured(options.impl, "cuda" if torch.cuda.is_available() else "cpu")
-    records.finish(options.output, found, table)
+    rows = None if options.source else measured(options.impl, "cuda" if torch.cuda.is_available() else "cpu")
+    records.finish(options.output, rows, table)
     failed = [line["size"] for line in records.read(options.output) if line["remark"].startswith("failed")]
     if failed and options.impl != "reference":
         raise SystemExit(f"{options.impl} failed at {', '.join(failed)}")
@@ -62,12 +62,12 @@ def measured(impl: str, device: str) -> Iterator[dict[str, Any]]:
     for size in SIZES[device]:
         line = {"form": impl, "size": str(size), "dtype": str(DTYPES[device]).removeprefix("torch.")}
         try:
-            found = _line(impl, size, device)
+            numbers = _line(impl, size, device)
         except Exception as error:  # a kernel on a GPU that it has never met may do anything
             traceback.print_exc()
-            found = {"remark": f"failed: {type(error).__name__}: {error}"[:300]}
-        print(line | found, flush=True)
-        yield {**line, **dict.fromkeys(_COLUMNS), **found, **where}
+            numbers = {"remark": f"failed: {type(error).__name__}: {error}"[:300]}
+        print(line | numbers, flush=True)
+        yield {**line, **dict.fromkeys(_COLUMNS), **numbers, **where}
 
 
 def _line(impl: str, size: Size, device: str) -> dict[str, Any]:
@@ -83,21 +83,21 @@ def _line(impl: str, size: Size, device: str) -> dict[str, Any]:
 
     both()  # libraries are loaded, and cuBLAS has taken its workspace out of torch's memory
     rows.grad = None
-    found: dict[str, Any] = {"extra_bytes": peak_bytes(both, device)}
+    numbers: dict[str, Any] = {"extra_bytes": peak_bytes(both, device)}
     calls = 5 if pairs > _LARGE else 20
     with torch.no_grad():
         if pairs <= _LARGE:
-            found["product_ms"] = milliseconds(lambda: torch.matmul(part := next(inputs)[0], part.mT), device, calls)
-        found["forward_ms"] = milliseconds(lambda: simreg_loss(*next(inputs), impl=impl), device, calls)
-    found["both_ms"] = milliseconds(both, device, calls)
+            numbers["product_ms"] = milliseconds(lambda: torch.matmul(part := next(inputs)[0], part.mT), device, calls)
+        numbers["forward_ms"] = milliseconds(lambda: simreg_loss(*next(inputs), impl=impl), device, calls)
+    numbers["both_ms"] = milliseconds(both, device, calls)
     if pairs <= _MOST_PAIRS:
-        found["loss_error"], found["gradient_error"] = dict(_errors([impl], rows.detach(), labels))[impl]
+        numbers["loss_error"], numbers["gradient_error"] = dict(_errors([impl], rows.detach(), labels))[impl]
     if device == "cuda" and pairs <= _LARGE:
         try:
-            found["replay_ms"] = milliseconds(_graph(lambda: [both(each) for each in sets]).replay, device, calls) / 2
+            numbers["replay_ms"] = milliseconds(_graph(lambda: [both(each) for each in sets]).replay, device, calls) / 2
         except Exception as error:
-            found["remark"] = f"no graph: {type(error).__name__}: {error}"[:300]
-    return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in found.items()}
+            numbers["remark"] = f"no graph: {type(error).__name__}: {error}"[:300]
+    return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in numbers.items()}
 
 
 def milliseconds(run: Callable[[], Any], device: str, calls: int) -> float:

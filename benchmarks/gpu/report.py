@@ -35,7 +35,7 @@ may hold names of your folders."""
 
 def facts() -> dict[str, Any]:
     """Describe this machine by name and value; `doctor` describes what can be imported."""
-    installed = {found.name.replace("_", "-"): found.version for found in metadata.distributions()}
+    installed = {dist.name.replace("_", "-"): dist.version for dist in metadata.distributions()}
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     try:
         gpus = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
@@ -58,20 +58,20 @@ class Case(NamedTuple):
 
 def tests(path: Path) -> list[Case]:
     """Read a junit file; a test that failed and then failed in its teardown, too, is one failure."""
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     try:
         for case in ElementTree.parse(path).iter("testcase"):  # noqa: S314  (pytest wrote it, a moment ago)
             name = "::".join(filter(None, (case.get("classname", "").rpartition(".")[2], case.get("name", ""))))
             end = next((child for tag in _RESULTS for child in case.iter(tag)), None)
             result = PASS if end is None else _RESULTS[end.tag]
             reason = "" if end is None else (end.get("message") or end.text or "").strip().split("\n")[0][:300]
-            if name not in found or found[name].result != FAIL:
-                found[name] = Case(name, result, float(case.get("time", "0")), reason)
+            if name not in cases or cases[name].result != FAIL:
+                cases[name] = Case(name, result, float(case.get("time", "0")), reason)
     except FileNotFoundError:
         return []
     except ElementTree.ParseError as error:  # pytest was killed while it wrote
         return [Case(path.name, FAIL, 0.0, f"the file is not whole: {error}")]
-    return list(found.values())
+    return list(cases.values())
 
 
 def lines(path: Path) -> list[Record]:
@@ -82,8 +82,8 @@ def lines(path: Path) -> list[Record]:
 
 def training(log: Path) -> tuple[str, ...]:
     """First and last logged step of a run with their language-model losses, and ms of the last; empty if none is."""
-    found = _LOGGED.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
-    return (found[0][0], found[0][2], found[-1][0], found[-1][2], found[-1][1]) if found else ()
+    lines = _LOGGED.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
+    return (lines[0][0], lines[0][2], lines[-1][0], lines[-1][2], lines[-1][1]) if lines else ()
 
 
 def tail(path: Path, count: int = 60) -> str:
@@ -131,7 +131,7 @@ class Report:
             yield from (f"`{one.name}` {one.state}, status {one.status}, {one.seconds:.0f} s. The end of its log:", "")
             yield from ("~~~~text", tail(self.output / f"{one.name}.log").replace("~~~~", "~~~"), "~~~~", "")
         logs = {one.name: self.output / f"{one.name}.log" for one in self._outcomes}
-        runs = ((name, *found) for name, log in logs.items() if (found := training(log)))
+        runs = ((name, *values) for name, log in logs.items() if (values := training(log)))
         yield from ("", "## Trainings", "", *_table(("run", "step", "lm loss", "step", "lm loss", "ms"), runs))
         yield from self._measured()
         yield from ("", "## Tests", "", "<details><summary>All</summary>", "")

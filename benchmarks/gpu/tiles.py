@@ -99,11 +99,11 @@ def by_kernel(run: Callable[[], Any]) -> dict[str, float]:
         for _ in range(_CALLS):
             run()
         torch.cuda.synchronize()
-    found = {"others": 0.0}
+    times = {"others": 0.0}
     for event in seen.key_averages():
         name = event.key if hasattr(form, event.key) else "others"
-        found[name] = found.get(name, 0.0) + event.self_device_time_total / _CALLS / 1e3
-    return {name: float(f"{ms:.4g}") for name, ms in found.items()}
+        times[name] = times.get(name, 0.0) + event.self_device_time_total / _CALLS / 1e3
+    return {name: float(f"{ms:.4g}") for name, ms in times.items()}
 
 
 def table(lines: list[Record]) -> Iterator[str]:
@@ -114,10 +114,10 @@ def table(lines: list[Record]) -> Iterator[str]:
     sizes = list(dict.fromkeys(line["size"] for line in lines))
     yield f"| kernel | tile | {' | '.join(sizes)} |"
     yield "| --- | --- |" + " --- |" * len(sizes)
-    found = {(line["kernel"], line["tile"], line["size"]): line["ms"] or "fails" for line in lines}
+    times = {(line["kernel"], line["tile"], line["size"]): line["ms"] or "fails" for line in lines}
     in_order = sorted(lines, key=lambda line: line["kernel"])
     for kernel, tile in dict.fromkeys((line["kernel"], line["tile"]) for line in in_order):
-        yield f"| {kernel} | {tile} | {' | '.join(found.get((kernel, tile, size), '') for size in sizes)} |"
+        yield f"| {kernel} | {tile} | {' | '.join(times.get((kernel, tile, size), '') for size in sizes)} |"
 
 
 if __name__ == "__main__":

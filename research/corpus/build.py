@@ -101,5 +101,5 @@ def _existing(out: Path, fingerprint: str) -> dict[str, Any]:
 def _prose_of(package: Package, *, cache: Path) -> list[tuple[str, list[Block]]]:
     """Return name and prose of each file of a package that has some."""
     files = read_files(fetch(package, cache), package.read)
-    found = ((f"{package.name}/{name.removeprefix('./')}", read_page(name, data)) for name, data in files)
-    return [(name, blocks) for name, blocks in found if blocks]
+    pages = ((f"{package.name}/{name.removeprefix('./')}", read_page(name, data)) for name, data in files)
+    return [(name, blocks) for name, blocks in pages if blocks]

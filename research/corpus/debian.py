@@ -62,14 +62,14 @@ def _download(what: str, cache: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         done = subprocess.run(["apt-get", "download", what], cwd=folder, capture_output=True, text=True)
-        found = next(Path(folder).glob("*.deb"), None)
-        if done.returncode or found is None:
+        path = next(Path(folder).glob("*.deb"), None)
+        if done.returncode or path is None:
             reason = next((line[3:] for line in done.stderr.splitlines() if line.startswith("E: ")), "apt-get failed")
             raise DataError(
                 f"{what.replace('=', ' ')} cannot be fetched ({reason}): run `apt-get update` first; if the archive "
                 f"has moved on, put that version's file from snapshot.debian.org into {cache}"
             )
-        found.replace(cache / found.name)
+        path.replace(cache / path.name)
 
 
 def read_files(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:

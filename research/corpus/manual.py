@@ -56,5 +56,5 @@ def read_manual(text: str) -> Iterator[Piece]:
 
 
 def _plain(line: str) -> str:
-    line = _NAMED.sub(lambda found: _CHARACTERS.get(found[1] or found[2], ""), _ESCAPES.sub("", line))
+    line = _NAMED.sub(lambda match: _CHARACTERS.get(match[1] or match[2], ""), _ESCAPES.sub("", line))
     return line.split('\\"')[0].replace("\\-", "-").replace("\\e", "\\").replace("\\ ", " ").replace("\\", "")

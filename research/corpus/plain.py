@@ -46,8 +46,8 @@ def read_text(text: str) -> Iterator[Piece]:
 def close_paragraph(lines: list[str]) -> Iterator[Piece]:
     """Yield the lines as one piece without marks, if there are any, and empty the list."""
     if lines:
-        text = _ROLE.sub(lambda found: found[1] or found[2] or "", " ".join(lines))
-        yield Piece(_PARAGRAPH_NUMBER.sub("", _MARKDOWN.sub(lambda found: found[1] or "", text)))
+        text = _ROLE.sub(lambda match: match[1] or match[2] or "", " ".join(lines))
+        yield Piece(_PARAGRAPH_NUMBER.sub("", _MARKDOWN.sub(lambda match: match[1] or "", text)))
         lines.clear()
 
 
@@ -69,7 +69,7 @@ def read_pod(text: str) -> Iterator[Piece]:
 
 def _unpod(text: str) -> str:
     for _ in range(3):  # codes stand within codes
-        text = _POD_CODE.sub(lambda found: _POD_CHARACTERS.get(found[1], found[1].split("|")[0]), text)
+        text = _POD_CODE.sub(lambda match: _POD_CHARACTERS.get(match[1], match[1].split("|")[0]), text)
     return text
 
 
