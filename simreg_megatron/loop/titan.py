@@ -86,7 +86,7 @@ class SimRegLoss(ChunkedLossWrapper):
             raise ValueError("simreg_document_mask needs positions, which a pipeline does not give the loss")
         documents = (positions == 0).cumsum(1) if masks and positions is not None else None
         if not self._is_chosen and hidden_states.is_cuda:
-            shape = trial.Shape(batch, tokens, width, size, hidden_states.dtype)
+            shape = trial.Shape(batch, tokens, width, size, hidden_states.dtype, config.simreg_temperature)
             logger.info("SimReg: %s", trial.choose(shape, hidden_states.device))
         self._is_chosen = True
         return simreg_loss(

@@ -79,7 +79,7 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
         states, labels = (gather(part, tensor_group) for part in (states, labels))
     local, is_here = rows_in_shard(labels, head.weight, tensor_group)
     tiles = []
-    for tile in (slice(first, first + _STATES_AT_ONCE) for first in range(0, len(states), _STATES_AT_ONCE)):
+    for tile in (slice(first, first + _STATES_AT_ONCE) for first in range(0, max(1, len(states)), _STATES_AT_ONCE)):
         logits = head.unscaled(states[tile])
         index, apart = torch.where(is_here, local, 0)[tile].unsqueeze(1), ~is_here[tile].unsqueeze(1)
         of_label = logits.gather(1, index)
