@@ -105,7 +105,7 @@ def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, bac
     pairs = tiles.count_pairs(tiles.triangle(anchors, size.length, plan.side))
     if backward:
         pairs += size.length**2
-        if not plan.kept:
+        if not plan.num_saved:
             regions = cut(anchors, plan.region)
             pairs += sum(tiles.count_pairs(tiles.triangle(one, size.length, plan.side)) for one in regions)
     return size.batch * size.width * pairs

@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
     documents: Tensor | None  # [b, c, k]; tokens of different documents never meet
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """Tensors that the gradient needs in addition to the rows and the coefficients of each token."""
 
     documents: Tensor | None  # [b, c, k], or None
@@ -47,12 +47,12 @@ class Kept(NamedTuple):
     pairs: Tensor  # P of all pairs, in the kernels' own order; empty where it is computed again
 
 
-class Measured(NamedTuple):
+class ForwardResult(NamedTuple):
     """Results of the forward for the anchors."""
 
     terms: Tensor  # log(1 + S_neg / S_pos) [b, c, p]; 0 where there are no negatives, or the token is not usable
     slopes: Tensor  # (a, b) for a gradient of 1, [2, b, c, p]: times the gradient of the term they are the coeffs
-    kept: Kept
+    saved: Saved
 
 
 class Kernels(ABC):
@@ -60,41 +60,41 @@ class Kernels(ABC):
 
     @abstractmethod
     def pair_sums(
-        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
-    ) -> tuple[Kept, Tensor]:
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, save: bool = False
+    ) -> tuple[Saved, Tensor]:
         """Sum P over the positives and over the negatives of the anchors; `finish` follows.
 
         Args:
             rectangles: for ranks that share the pairs of a chunk, those computed here, in addition to the pairs of two
                 anchors: each of a token in the first span with one in the second, which share no token. None: all pairs
                 of the anchors.
-            keep: P for a gradient to come, where it is small.
+            save: whether to save P for the backward, if it is small.
 
         Returns:
-            `Kept`, and the sums [2, b, c, p], float64 or in parts [2, b, c, parts, p] that `finish` adds up. With
+            `Saved`, and the sums [2, b, c, p], float64 or in parts [2, b, c, parts, p] that `finish` adds up. With
             rectangles [2, b, c, k], float64: each pair is added to both of its tokens.
         """
 
     @abstractmethod
-    def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
+    def finish(self, saved: Saved, sums: Tensor, anchors: Span, temperature: float) -> ForwardResult:
         """Compute the anchors' terms from their sums over all tokens that they meet."""
 
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Measured:
+    def forward(self, tokens: Tokens, anchors: Span, temperature: float, *, save: bool) -> ForwardResult:
         """Compute the anchors' terms where all pairs are computed here."""
-        part, sums = self.pair_sums(tokens, anchors, temperature, keep=keep)
-        return self.finish(part, sums, anchors, temperature)
+        saved, sums = self.pair_sums(tokens, anchors, temperature, save=save)
+        return self.finish(saved, sums, anchors, temperature)
 
     @abstractmethod
     def backward(
-        self, rows: Tensor, kept: Kept, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
+        self, rows: Tensor, saved: Saved, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
-        """Write the gradient of the anchors' rows into `grad` [b, c, p, d]. It may write over `kept.pairs`.
+        """Write the gradient of the anchors' rows into `grad` [b, c, p, d]. It may write over `saved.pairs`.
 
         `coeffs` are (a, b) of all tokens, [2, b, c, k]: those that are anchors on other ranks have theirs, too.
         """
 
     @abstractmethod
-    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
+    def saves_pairs(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         """Return whether P of `num_pairs` pairs, in chunks of `chunk` tokens like `rows`, stays for the backward."""
 
 
@@ -126,25 +126,25 @@ class _ContrastTerms(torch.autograd.Function):
         ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Any, temperature: float, kernels: Kernels
     ) -> Tensor:
         tokens, anchors = Tokens(rows, labels, usable, documents), (0, rows.shape[2])
-        terms, slopes, kept = kernels.measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
-        ctx.save_for_backward(rows, slopes, *kept)
+        terms, slopes, saved = kernels.forward(tokens, anchors, temperature, save=ctx.needs_input_grad[0])
+        ctx.save_for_backward(rows, slopes, *saved)
         ctx.options, ctx.is_spent = (temperature, kernels), False
         return terms
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, slopes, *saved = ctx.saved_tensors
-        (temperature, kernels), (kept,) = ctx.options, without_spent_pairs(ctx, [Kept(*saved)])
+        rows, slopes, *tensors = ctx.saved_tensors
+        (temperature, kernels), (saved,) = ctx.options, without_spent_pairs(ctx, [Saved(*tensors)])
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        kernels.backward(rows, kept, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
+        kernels.backward(rows, saved, grads[0] * slopes, (0, rows.shape[2]), temperature, grad)
         return grad, None, None, None, None, None
 
 
-def without_spent_pairs(ctx: Any, kept: list[Kept]) -> list[Kept]:
+def without_spent_pairs(ctx: Any, saved: list[Saved]) -> list[Saved]:
     """Drop exponentials that a first backward (`retain_graph`) may have written over; refuse a second derivative."""
     if torch.is_grad_enabled():  # create_graph=True
         raise RuntimeError("the fast implementations of SimReg have no second derivative: use impl 'reference'")
     if ctx.is_spent:
-        kept = [each._replace(pairs=each.pairs.new_empty(0)) for each in kept]
+        saved = [each._replace(pairs=each.pairs.new_empty(0)) for each in saved]
     ctx.is_spent = True
-    return kept
+    return saved

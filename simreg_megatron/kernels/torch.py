@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import Kept, Kernels, Measured, Rectangles, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import ForwardResult, Kernels, Rectangles, Saved, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
 
@@ -33,11 +33,11 @@ class Limits(NamedTuple):
     """Memory limits of one kind of device, in bytes beyond the rows, their gradient and a few numbers per token."""
 
     side: int  # of a tile: on a CPU near its cache, on a GPU so large that it fills the device
-    kept: int  # bytes of P, from the forward to the backward
+    saved: int  # of P, from the forward to the backward
     work: int  # bytes of tiles and of a gradient in its summing type, while one of the two runs
 
 
-LIMITS = {"cpu": Limits(512, kept=16 << 20, work=12 << 20), "cuda": Limits(2048, kept=48 << 20, work=176 << 20)}
+LIMITS = {"cpu": Limits(512, saved=16 << 20, work=12 << 20), "cuda": Limits(2048, saved=48 << 20, work=176 << 20)}
 """A CPU is faster in memory that it has touched before. On a GPU all of it is 256 MiB, 32 for the numbers a token."""
 _PAIR_MATRICES = 3
 
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     side: int  # of a tile, at most
     region: int  # anchors whose gradient is added up at a time
     chunks_at_once: int
-    kept: int  # numbers P that stay for the backward: those of all tiles, or none
+    num_saved: int  # numbers P that stay for the backward: those of all tiles, or none
 
 
 class Tile(NamedTuple):
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
     other: Span  # its columns
     left: Tensor  # f of the rows [m, r, d]
     right: Tensor  # f of the columns [m, s, d]
-    kept: Tensor | None  # place of its P [m, r, s]
+    pairs: Tensor | None  # place of its P [m, r, s]
 
 
 def plan_for(rows: Tensor, anchors: Span, *, by_document: bool) -> Plan:
@@ -76,8 +76,8 @@ def plan_for(rows: Tensor, anchors: Span, *, by_document: bool) -> Plan:
     while side > 16 and tile_bytes(side) + side * grad_bytes > limits.work:
         side = -(-side // 2)
     pairs = num_sequences * num_chunks * count_pairs(triangle(anchors, length, side))
-    keeps = pairs * sum_bytes <= limits.kept and tile_bytes(side) + num_anchors * grad_bytes <= limits.work
-    free_bytes = limits.work + (0 if keeps else limits.kept) - tile_bytes(side)
+    keeps = pairs * sum_bytes <= limits.saved and tile_bytes(side) + num_anchors * grad_bytes <= limits.work
+    free_bytes = limits.work + (0 if keeps else limits.saved) - tile_bytes(side)
     most = free_bytes // grad_bytes if grad_bytes else num_anchors
     region = max(1, num_anchors if most >= num_anchors else max(1, most // side) * side)
     chunks_at_once = limits.work // (tile_bytes(side) + region * grad_bytes)
@@ -99,22 +99,22 @@ def count_pairs(steps: Sequence[Step]) -> int:
 class _Chunks:
     """The chunks of one slab, and room for one of their tiles: each is written over the one before."""
 
-    def __init__(self, rows: Tensor, kept: Kept, per_token: Sequence[Tensor], c: float, slab: Slab, room: Tensor):
+    def __init__(self, rows: Tensor, saved: Saved, per_token: Sequence[Tensor], c: float, slab: Slab, room: Tensor):
         self.slab, self.rows, self.c, self._room = slab, rows[slab], c, room  # merged tile by tile: no copy of all rows
         num_chunks, first = rows.shape[0] * rows.shape[1], slab[0].start * rows.shape[1] + slab[1].start
         self.numbers = own = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
         self.ids, self.scale, self._bias, self._masked = (part.flatten(0, 1)[own] for part in per_token)
-        self.documents = None if kept.documents is None else kept.documents.flatten(0, 1)[own]
-        self.kept = kept.pairs.view(num_chunks, -1)[own].view(-1) if kept.pairs.numel() else None
+        self.documents = None if saved.documents is None else saved.documents.flatten(0, 1)[own]
+        self.pairs = saved.pairs.view(num_chunks, -1)[own].view(-1) if saved.pairs.numel() else None
 
     def tiles(self, steps: Sequence[Step]) -> Iterator[Tile]:
         place, position = None, 0
         for one, others in steps:
             left = self.factor(one)
             for other in others:
-                if self.kept is not None:
+                if self.pairs is not None:
                     shape = len(self.ids), one[1] - one[0], other[1] - other[0]
-                    place = self.kept[position : position + math.prod(shape)].view(shape)
+                    place = self.pairs[position : position + math.prod(shape)].view(shape)
                     position += place.numel()
                 yield Tile(one, other, left, left if other == one else self.factor(other), place)
 
@@ -127,7 +127,7 @@ class _Chunks:
     def sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Sum P over positives and negatives, j != i: for the tile's rows [2, m, r] and its columns [2, m, s]."""
         both = self._matrices(tile, 0, 2)
-        exponentials = self._exponentials(tile, both[0] if tile.kept is None else tile.kept)
+        exponentials = self._exponentials(tile, both[0] if tile.pairs is None else tile.pairs)
         negative = self._differs(tile, both[1]).mul_(exponentials)
         torch.sub(exponentials, negative, out=both[0])  # exact: one of the two is 0
         of_rows = both.sum(dim=-1)
@@ -138,7 +138,7 @@ class _Chunks:
         both, buffer = self._matrices(tile, 1, 2), self._matrices(tile, 0, 1)[0]
         torch.add(coeffs[:, :, slice(*tile.one), None], coeffs[:, :, None, slice(*tile.other)], out=both)
         factors = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
-        return factors.mul_(self._exponentials(tile, buffer) if tile.kept is None else tile.kept)
+        return factors.mul_(self._exponentials(tile, buffer) if tile.pairs is None else tile.pairs)
 
     def _exponentials(self, tile: Tile, into: Tensor) -> Tensor:
         """Compute P_ij [m, r, s]; 0 for pairs that do not meet and for a token with itself.
@@ -195,11 +195,11 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], coeffs: Tensor, reg
 
 class TorchKernels(Kernels):
     def pair_sums(
-        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
-    ) -> tuple[Kept, Tensor]:
-        rows, part, length = tokens.rows, _prepared(tokens, temperature), tokens.rows.shape[2]
-        plan = plan_for(rows, anchors, by_document=part.documents is not None)
-        part = part._replace(pairs=part.scale.new_empty(plan.kept if keep else 0))
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, save: bool = False
+    ) -> tuple[Saved, Tensor]:
+        rows, saved, length = tokens.rows, _prepared(tokens, temperature), tokens.rows.shape[2]
+        plan = plan_for(rows, anchors, by_document=saved.documents is not None)
+        saved = saved._replace(pairs=saved.scale.new_empty(plan.num_saved if save else 0))
         if rectangles is None:
             steps, mirrored, wanted = triangle(anchors, length, plan.side), anchors, slice(*anchors)
         else:
@@ -207,43 +207,43 @@ class TorchKernels(Kernels):
             steps = [(one, own[number:]) for number, one in enumerate(own)]
             steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
         # Pairs off the diagonal count for their columns, too, where these are mirrored.
-        sums = torch.zeros(2, *part.label_ids.shape, dtype=torch.float64, device=rows.device)
+        sums = torch.zeros(2, *saved.label_ids.shape, dtype=torch.float64, device=rows.device)
         with full_float32():
-            for chunks in _slabs(rows, part, temperature, plan):
+            for chunks in _slabs(rows, saved, temperature, plan):
                 of_slab = sums.flatten(1, 2)[:, chunks.numbers]
                 for tile in chunks.tiles(steps):
                     of_rows, of_columns = chunks.sums(tile)
                     of_slab[:, :, slice(*tile.one)].add_(of_rows)
                     if tile.one != tile.other and mirrored[0] <= tile.other[0] < mirrored[1]:
                         of_slab[:, :, slice(*tile.other)].add_(of_columns)
-        return part, sums[..., wanted]
+        return saved, sums[..., wanted]
 
-    def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
-        label_ids, scale = part.label_ids[..., slice(*anchors)], part.scale[..., slice(*anchors)]
+    def finish(self, saved: Saved, sums: Tensor, anchors: Span, temperature: float) -> ForwardResult:
+        label_ids, scale = saved.label_ids[..., slice(*anchors)], saved.scale[..., slice(*anchors)]
         total, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
         # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
         ratio = (negative / total).addcdiv_(scale, scale, value=0.0).masked_fill_(label_ids < 0, 0.0)
         slope = total * temperature
         a = slope.addcmul_(slope, ratio).reciprocal_().masked_fill_(ratio == 0, 0.0)
-        return Measured(ratio.log1p(), torch.stack([a, a * ratio]), part)
+        return ForwardResult(ratio.log1p(), torch.stack([a, a * ratio]), saved)
 
     def backward(
-        self, rows: Tensor, kept: Kept, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
+        self, rows: Tensor, saved: Saved, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
-        plan = plan_for(rows, anchors, by_document=kept.documents is not None)
+        plan = plan_for(rows, anchors, by_document=saved.documents is not None)
         signed = torch.stack([coeffs[0], -coeffs[1]]).flatten(1, 2)
         with full_float32():
-            for chunks in _slabs(rows, kept, temperature, plan):
+            for chunks in _slabs(rows, saved, temperature, plan):
                 for region in cut(anchors, plan.region):
                     steps = triangle(region, rows.shape[2], plan.side)
                     into = grad[chunks.slab][:, :, region[0] - anchors[0] : region[1] - anchors[0]]
                     _add_up_gradient(chunks, steps, signed[:, chunks.numbers], region, into)
 
-    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
-        return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).kept
+    def saves_pairs(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
+        return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).saved
 
 
-def _prepared(tokens: Tokens, temperature: float) -> Kept:
+def _prepared(tokens: Tokens, temperature: float) -> Saved:
     """Compute scale, NaN or 0 for a row that is not finite, and label ids of the tokens; zero rows are not usable.
 
     The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
@@ -258,7 +258,7 @@ def _prepared(tokens: Tokens, temperature: float) -> Kept:
     usable = torch.logical_and(tokens.usable, norms)  # a NaN counts, as any number but 0
     scale = norms.mul_(math.sqrt(temperature * math.log(2))).reciprocal_().to(_sum_dtype(rows))
     label_ids = label_ids_of(tokens.labels, usable)
-    return Kept(tokens.documents, label_ids, scale.masked_fill_(~usable, 0.0), scale.new_empty(0))
+    return Saved(tokens.documents, label_ids, scale.masked_fill_(~usable, 0.0), scale.new_empty(0))
 
 
 def label_ids_of(labels: Tensor, usable: Tensor) -> Tensor:
@@ -269,17 +269,17 @@ def label_ids_of(labels: Tensor, usable: Tensor) -> Tensor:
     return ranks.float().masked_fill_(~usable, -1.0)
 
 
-def _slabs(rows: Tensor, kept: Kept, temperature: float, plan: Plan) -> Iterator[_Chunks]:
+def _slabs(rows: Tensor, saved: Saved, temperature: float, plan: Plan) -> Iterator[_Chunks]:
     """Yield the chunks that are worked on together: several sequences, or several chunks of one."""
-    masked, c = kept.label_ids < 0, temperature * math.log(2)
-    bias = torch.full_like(kept.scale, -1.0 / c).masked_fill_(masked, -math.inf)
-    room = kept.scale.new_empty(_PAIR_MATRICES, plan.chunks_at_once * plan.side**2)
+    masked, c = saved.label_ids < 0, temperature * math.log(2)
+    bias = torch.full_like(saved.scale, -1.0 / c).masked_fill_(masked, -math.inf)
+    room = saved.scale.new_empty(_PAIR_MATRICES, plan.chunks_at_once * plan.side**2)
     num_sequences, num_chunks = rows.shape[:2]
     sequences, chunks = max(1, plan.chunks_at_once // max(1, num_chunks)), min(plan.chunks_at_once, max(1, num_chunks))
     for sequence in range(0, num_sequences, sequences):
         for chunk in range(0, num_chunks, chunks):
             slab = slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
-            yield _Chunks(rows, kept, (kept.label_ids, kept.scale, bias, masked), c, slab, room)
+            yield _Chunks(rows, saved, (saved.label_ids, saved.scale, bias, masked), c, slab, room)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from simreg_megatron.kernels.contrast import Kept, Kernels, Measured, Rectangles, Span, Tokens, cut
+from simreg_megatron.kernels.contrast import ForwardResult, Kernels, Rectangles, Saved, Span, Tokens, cut
 
 LONGEST_KEPT = 8192
 PANEL = 8192  # half as many leave half of a GPU idle in the product at width 512
@@ -148,11 +148,11 @@ def _pairs(
             other = num_chunks * length  # from a to b
             a_i, a_j = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + at_j, in_j, 0.0)
             b_i, b_j = tl.load(coeffs + other + at_i, in_i, 0.0), tl.load(coeffs + other + at_j, in_j, 0.0)
-            kept = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
-            along = tl.sum(kept.to(tl.float32) * tl.where(meet, products, 0.0), axis=1) * scale_i * scale_i
+            stored = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
+            along = tl.sum(stored.to(tl.float32) * tl.where(meet, products, 0.0), axis=1) * scale_i * scale_i
             tl.store(of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i, along, in_i)
         else:
-            kept = exponentials.to(pairs.dtype.element_ty)
+            stored = exponentials.to(pairs.dtype.element_ty)
             positive = tl.where(same, exponentials, 0.0)
             negative = exponentials - positive  # exact: one of the two is 0
             kind = height.to(tl.int64) * num_chunks * tiles_j
@@ -167,9 +167,9 @@ def _pairs(
             tl.store(to + kind, tl.sum(negative, axis=0), in_j)
         if KEEP:
             to = pairs + chunk.to(tl.int64) * height * pitch
-            tl.store(to + i[:, None].to(tl.int64) * pitch + j[None, :], kept, in_i[:, None] & (j < breadth)[None, :])
+            tl.store(to + i[:, None].to(tl.int64) * pitch + j[None, :], stored, in_i[:, None] & (j < breadth)[None, :])
             if UPPER:
-                tl.store(to + j[:, None].to(tl.int64) * pitch + i[None, :], kept.T, in_j[:, None] & in_i[None, :])
+                tl.store(to + j[:, None].to(tl.int64) * pitch + i[None, :], stored.T, in_j[:, None] & in_i[None, :])
 
 
 @triton.jit
@@ -300,62 +300,62 @@ class TritonKernels(Kernels):
             raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, got {triton.__version__}: use impl 'tiled'.")
 
     def pair_sums(
-        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, keep: bool = False
-    ) -> tuple[Kept, Tensor]:
-        rows, part = _prepared(tokens)
+        self, tokens: Tokens, anchors: Span, temperature: float, rectangles: Rectangles = None, *, save: bool = False
+    ) -> tuple[Saved, Tensor]:
+        rows, saved = _prepared(tokens)
         (first, last), length = anchors, rows.shape[2]
         if rectangles is None and length <= LONGEST_KEPT and rows.numel():
-            pairs = _room_for_pairs(rows, last - first) if keep else part.pairs
-            sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
-            return part._replace(pairs=pairs), sums
+            pairs = _room_for_pairs(rows, last - first) if save else saved.pairs
+            sums, _ = _run_pairs(rows, saved, anchors, (0, length), temperature, pairs)
+            return saved._replace(pairs=pairs), sums
         others = [(anchors, (0, first)), (anchors, (last, length))] if rectangles is None else rectangles
-        totals = part.scale.new_zeros(2, *part.label_ids.shape, dtype=torch.float64)
+        totals = saved.scale.new_zeros(2, *saved.label_ids.shape, dtype=torch.float64)
         panels = [(one, one) for one in cut(anchors, PANEL)]  # so that the sums of tiles stay few
         panels += [(one, (one[1], last)) for one in cut(anchors, PANEL)]
         panels += [(piece, other) for one, other in others for piece in cut(one, PANEL)]
         for one, other in panels:
             if one[0] < one[1] and other[0] < other[1] and rows.numel():
-                of_rows, of_columns = _run_pairs(rows, part, one, other, temperature, part.pairs)
+                of_rows, of_columns = _run_pairs(rows, saved, one, other, temperature, saved.pairs)
                 totals[..., slice(*one)] += of_rows.sum(dim=3, dtype=torch.float64)
                 if one != other:
                     totals[..., slice(*other)] += of_columns.sum(dim=3, dtype=torch.float64)
-        return part, totals[..., first:last] if rectangles is None else totals
+        return saved, totals[..., first:last] if rectangles is None else totals
 
-    def finish(self, part: Kept, sums: Tensor, anchors: Span, temperature: float) -> Measured:
+    def finish(self, saved: Saved, sums: Tensor, anchors: Span, temperature: float) -> ForwardResult:
         sums = (sums if sums.dim() == 5 else sums.unsqueeze(3)).contiguous()  # [2, b, c, tiles, p]
         num_sequences, num_chunks, tiles, height = sums.shape[1:]
-        terms = part.scale.new_empty(num_sequences, num_chunks, height)
-        slopes = part.scale.new_empty(2, *terms.shape)
+        terms = saved.scale.new_empty(num_sequences, num_chunks, height)
+        slopes = saved.scale.new_empty(2, *terms.shape)
         if terms.numel():
             run(
                 _terms, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
-                sums, sums[0].numel(), tiles, height, part.label_ids, part.scale, part.label_ids.shape[2], anchors[0],
-                temperature, terms, slopes, SIZE=_TOKENS,
+                sums, sums[0].numel(), tiles, height, saved.label_ids, saved.scale, saved.label_ids.shape[2],
+                anchors[0], temperature, terms, slopes, SIZE=_TOKENS,
             )  # fmt: skip
-        return Measured(terms, slopes, part)
+        return ForwardResult(terms, slopes, saved)
 
     def backward(
-        self, rows: Tensor, kept: Kept, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
+        self, rows: Tensor, saved: Saved, coeffs: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
         rows, num_chunks, length = _aligned(rows), rows.shape[0] * rows.shape[1], rows.shape[2]
         if not grad.numel():
             return
-        is_kept, coeffs = kept.pairs.numel() > 0, coeffs.contiguous()
-        panels = [anchors] if is_kept else cut(anchors, PANEL)
-        room = kept.pairs if is_kept else _room_for_pairs(rows, panels[0][1] - panels[0][0])
+        is_saved, coeffs = saved.pairs.numel() > 0, coeffs.contiguous()
+        panels = [anchors] if is_saved else cut(anchors, PANEL)
+        room = saved.pairs if is_saved else _room_for_pairs(rows, panels[0][1] - panels[0][0])
         pitch, constants, tile = room.shape[2], _constants(rows), PRODUCT[_kind(rows)]
         for start, end in panels:
             height = end - start
             weights = room.view(-1)[: num_chunks * height * pitch].view(num_chunks, height, pitch)
-            if is_kept:
-                radial = kept.scale.new_empty(num_chunks, height)
+            if is_saved:
+                radial = saved.scale.new_empty(num_chunks, height)
                 run(
                     _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
-                    weights, pitch, num_chunks, length, kept.label_ids, kept.scale, coeffs, start, height,
+                    weights, pitch, num_chunks, length, saved.label_ids, saved.scale, coeffs, start, height,
                     math.log(2) * temperature, radial, IS_FAST=not INTERPRETS and torch.version.hip is None, **WEIGHTS,
                 )  # fmt: skip
             else:
-                of_tiles, _ = _run_pairs(rows, kept, (start, end), (0, length), temperature, weights, coeffs)
+                of_tiles, _ = _run_pairs(rows, saved, (start, end), (0, length), temperature, weights, coeffs)
                 radial = of_tiles.sum(dim=2)
             into = grad[:, :, start - anchors[0] : end - anchors[0]]
             tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
@@ -365,11 +365,11 @@ class TritonKernels(Kernels):
                 radial, into, *into.stride()[:3], **constants, **tile,
             )  # fmt: skip
 
-    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
+    def saves_pairs(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return chunk <= LONGEST_KEPT
 
 
-def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
+def _prepared(tokens: Tokens) -> tuple[Tensor, Saved]:
     """Return rows as the kernels read them, and label ids and 1 / |e| [b, c, n]; ValueError for rows of other types."""
     rows, unit = tokens.rows, 16 // tokens.rows.itemsize
     is_known = rows.dtype in (torch.bfloat16, torch.float32) and (rows.is_cuda or INTERPRETS)
@@ -388,7 +388,7 @@ def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
             label_ids.numel(), label_ids, scale, **NORMS,
         )  # fmt: skip
     documents = None if tokens.documents is None else tokens.documents.int().contiguous()
-    return rows, Kept(documents, label_ids, scale, scale.new_empty(0))
+    return rows, Saved(documents, label_ids, scale, scale.new_empty(0))
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -400,10 +400,10 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def _run_pairs(
-    rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, coeffs: Tensor | None = None
+    rows: Tensor, saved: Saved, one: Span, other: Span, temperature: float, pairs: Tensor, coeffs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run `_pairs`; return its sums [2, b, c, tiles, R] and [2, b, c, tiles, C], or with coeffs r [b, c, tiles, R]."""
-    kind, constants, scale, documents = _kind(rows), _constants(rows), part.scale, part.documents
+    kind, constants, scale, documents = _kind(rows), _constants(rows), saved.scale, saved.documents
     tile = PAIRS[kind if coeffs is None else kind.removesuffix(", sm_90")]
     num_sequences, num_chunks, length, width = rows.shape
     height, breadth = one[1] - one[0], other[1] - other[0]
@@ -415,8 +415,8 @@ def _run_pairs(
     of_columns = of_rows if is_square or coeffs is not None else scale.new_empty(*size, tiles_i, breadth)
     run(
         _pairs, (min(num_sequences * num_chunks * tiles, constants["SMS"] * tile["PER_SM"]),),
-        rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width, part.label_ids, scale,
-        part.label_ids if documents is None else documents, *one, *other, math.log2(math.e) / temperature,
+        rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width, saved.label_ids, scale,
+        saved.label_ids if documents is None else documents, *one, *other, math.log2(math.e) / temperature,
         scale if coeffs is None else coeffs, of_rows, of_columns, pairs, pairs.shape[-1],
         UPPER=is_square, BACKWARD=coeffs is not None, KEEP=pairs.numel() > 0, HAS_DOCUMENTS=documents is not None,
         **constants, **tile,

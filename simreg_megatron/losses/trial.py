@@ -72,11 +72,11 @@ def _computed(impl: str, tokens: Tokens, tau: float, num_ranks: int) -> tuple[Te
     """Compute SimReg's terms and the gradient of their sum, as ranks do that hold a span of each chunk."""
     kernels, length, grad = load_kernels(impl), tokens.rows.shape[2], torch.empty_like(tokens.rows)
     spans = cut((0, length), max(1, -(-length // num_ranks)))
-    measured = [kernels.measure(tokens, span, tau, keep=True) for span in spans]
-    coeffs = torch.cat([each.slopes for each in measured], dim=-1)
-    for span, each in zip(spans, measured, strict=True):
-        kernels.backward(tokens.rows, each.kept, coeffs, span, tau, grad[:, :, slice(*span)])
-    return torch.cat([each.terms for each in measured], dim=-1), grad
+    results = [kernels.forward(tokens, span, tau, save=True) for span in spans]
+    coeffs = torch.cat([each.slopes for each in results], dim=-1)
+    for span, each in zip(spans, results, strict=True):
+        kernels.backward(tokens.rows, each.saved, coeffs, span, tau, grad[:, :, slice(*span)])
+    return torch.cat([each.terms for each in results], dim=-1), grad
 
 
 def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import Kept, Kernels, Measured, Tokens, without_spent_pairs
+from simreg_megatron.kernels.contrast import ForwardResult, Kernels, Saved, Tokens, without_spent_pairs
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.losses.roles import TokenRoles
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
@@ -74,12 +74,12 @@ class _SimReg(torch.autograd.Function):
             for view in views
             for stretch in stretches(view.run[1] - view.run[0], pairs.chunk_size, view.anchors)
         ]
-        keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs)
-        measured = _measured(parts, shard, plan, pairs, keeps=keeps)
-        slopes = joined([each.slopes.flatten(2) for each in measured], dim=2)
-        ctx.save_for_backward(hidden_states, slopes, *[tensor for each in measured for tensor in each.kept])
+        save = ctx.needs_input_grad[0] and _saves_pairs(hidden_states, shard, pairs)
+        results = _forward(parts, shard, plan, pairs, save=save)
+        slopes = joined([each.slopes.flatten(2) for each in results], dim=2)
+        ctx.save_for_backward(hidden_states, slopes, *[tensor for each in results for tensor in each.saved])
         ctx.rest, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
-        return joined([each.terms.flatten(1) for each in measured])
+        return joined([each.terms.flatten(1) for each in results])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,10 +88,10 @@ class _SimReg(torch.autograd.Function):
 
 def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     """Compute the gradient of this rank's rows."""
-    hidden_states, slopes_2BA, *saved = ctx.saved_tensors
+    hidden_states, slopes_2BA, *tensors = ctx.saved_tensors
     parts, shard, plan, pairs = ctx.rest
-    kernels, size = pairs.kernels, len(Kept._fields)
-    kept = without_spent_pairs(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
+    kernels, size = pairs.kernels, len(Saved._fields)
+    saved = without_spent_pairs(ctx, [Saved(*tensors[first : first + size]) for first in range(0, len(tensors), size)])
 
     coeffs_SB2 = shard.from_all_anchors((grad_terms * slopes_2BA).permute(2, 1, 0))
     coeffs = (shard.whole if plan.travels else shard.held)(coeffs_SB2.transpose(0, 1))
@@ -99,7 +99,7 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     rows = shard.gathered_rows_detached(hidden_states, plan)
     grad_ABD = hidden_states.new_empty(slopes_2BA.shape[2], *hidden_states.shape[1:])
     first = 0
-    for (run, stretch), each in zip(parts, kept, strict=True):
+    for (run, stretch), each in zip(parts, saved, strict=True):
         coeffs_of_all = stretch.chunks(coeffs.at(run)).movedim(-1, 0)
         shape = *each.label_ids.shape[:2], stretch.inside[1] - stretch.inside[0]  # [b, c, p]
         last = first + shape[1] * shape[2]
@@ -109,28 +109,28 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     return shard.from_all_anchors(grad_ABD)
 
 
-def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
+def _saves_pairs(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
     """Return whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
     layout = shard.layout
     chunk = min(pairs.chunk_size or layout.length, layout.length)
     num_pairs = hidden_states.shape[1] * layout.length * chunk
     per_rank = num_pairs // (layout.context_size * layout.tensor_size)
-    return pairs.kernels.keeps(hidden_states, per_rank, chunk)
+    return pairs.kernels.saves_pairs(hidden_states, per_rank, chunk)
 
 
-def _measured(
-    parts: Sequence[Part], shard: SequenceShard, plan: RowPlan, pairs: Pairs, *, keeps: bool
-) -> list[Measured]:
-    """Measure every part; if ranks share the pairs, each is computed on one of them: then a collective."""
+def _forward(
+    parts: Sequence[Part], shard: SequenceShard, plan: RowPlan, pairs: Pairs, *, save: bool
+) -> list[ForwardResult]:
+    """Compute the terms of every part; if ranks share the pairs, each is computed on one of them: then a collective."""
     kernels, tau = pairs.kernels, pairs.temperature
-    shares = plan.shares_chunks and not keeps and shard.layout.cu_seqlens is None
+    shares = plan.shares_chunks and not save and shard.layout.cu_seqlens is None
     local = []
     for view, stretch in parts:
         tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
         rectangles = _rectangles(view, stretch, plan) if shares else None
-        local.append(kernels.pair_sums(tokens, stretch.inside, tau, rectangles, keep=keeps))
+        local.append(kernels.pair_sums(tokens, stretch.inside, tau, rectangles, save=save))
     if shares:
-        local = _summed(local, parts, shard)
+        local = _sum(local, parts, shard)
     return [kernels.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(local, parts, strict=True)]
 
 
@@ -144,7 +144,7 @@ def _rectangles(view: View, stretch: Stretch, plan: RowPlan) -> list[tuple[Run, 
     return [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in rectangles]
 
 
-def _summed(local: list[tuple[Kept, Tensor]], parts: Sequence[Part], shard: SequenceShard) -> list[tuple[Kept, Tensor]]:
+def _sum(local: list[tuple[Saved, Tensor]], parts: Sequence[Part], shard: SequenceShard) -> list[tuple[Saved, Tensor]]:
     """Add up the sums of all ranks. A collective."""
     labels = parts[0][0].labels
     totals = torch.zeros(2, labels.shape[0], shard.layout.length, dtype=torch.float64, device=labels.device)
@@ -154,6 +154,6 @@ def _summed(local: list[tuple[Kept, Tensor]], parts: Sequence[Part], shard: Sequ
     for group in shard.anchor_groups:
         dist.all_reduce(totals, group=group)
     return [
-        (part, chunk.view(2, *part.label_ids.shape)[..., slice(*stretch.inside)])
-        for chunk, (part, _), (_, stretch) in zip(chunks, local, parts, strict=True)
+        (saved, chunk.view(2, *saved.label_ids.shape)[..., slice(*stretch.inside)])
+        for chunk, (saved, _), (_, stretch) in zip(chunks, local, parts, strict=True)
     ]

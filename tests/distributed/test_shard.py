@@ -162,7 +162,7 @@ def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, chunk_size:
 
 def check_sharing_rank(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """As `check_rank`, with too many pairs to keep: each is computed on one rank, for both of its tokens."""
-    tiles.LIMITS["cpu"] = tiles.LIMITS["cpu"]._replace(kept=0, side=5)
+    tiles.LIMITS["cpu"] = tiles.LIMITS["cpu"]._replace(saved=0, side=5)
 
     counts = []
     form = load_kernels("tiled")

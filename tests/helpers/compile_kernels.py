@@ -58,9 +58,9 @@ def launch(kind: str, *, full: bool) -> None:
         rows = torch.zeros(*shape, width, dtype=dtype).as_subclass(OnGpu)
         labels, usable = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.bool)
         tokens, anchors = Tokens(rows, labels, usable, labels if has_documents else None), (0, shape[2] // share)
-        kept = triton_form.measure(tokens, anchors, 0.01, keep=keep).kept
+        saved = triton_form.forward(tokens, anchors, 0.01, save=keep).saved
         grad = torch.zeros_like(rows[:, :, slice(*anchors)])
-        triton_form.backward(rows, kept, torch.zeros(2, *shape), anchors, 0.01, grad)
+        triton_form.backward(rows, saved, torch.zeros(2, *shape), anchors, 0.01, grad)
         if share > 1:
             triton_form.pair_sums(tokens, anchors, 0.01, [(anchors, (anchors[1], shape[2]))])
 

@@ -36,6 +36,6 @@ def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def small(*given: Any, **options: bool) -> tiles.Plan:
         plan = plan_for(*given, **options)
-        return plan._replace(region=plan.side, kept=0)
+        return plan._replace(region=plan.side, num_saved=0)
 
     monkeypatch.setattr(tiles, "plan_for", small)

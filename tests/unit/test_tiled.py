@@ -45,7 +45,7 @@ def saved_bytes(num_tokens: int, impl: str) -> int:
 
 def test_what_is_kept_grows_with_the_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert saved_bytes(4000, "tiled") / 4000 < 32, "more pairs than may be kept"
-    limit(monkeypatch, kept=0)
+    limit(monkeypatch, saved=0)
     per_token = {n: saved_bytes(n, "tiled") / n for n in (500, 2000)}
     assert per_token[500] == pytest.approx(per_token[2000], rel=0.05)
     assert per_token[2000] < 32
@@ -81,7 +81,7 @@ def test_every_way_back(way: str, dtype: torch.dtype, chunk_size: int, monkeypat
     """Ragged tiles, masked tokens that hold anything, documents."""
     limit(monkeypatch, side=5)
     if way != "kept":
-        limit(monkeypatch, kept=0)
+        limit(monkeypatch, saved=0)
     if way == "regions":
         small_regions(monkeypatch)
     rows, labels = random_tokens((3, 29, 6), num_labels=5, seed=4, dtype=dtype)
@@ -106,10 +106,10 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
     grads = []
     form = load_kernels("tiled")
     for keep in (True, False):
-        _, slopes, kept = form.measure(tokens, (0, 8), 0.1, keep=keep)
-        assert kept.pairs.numel() == (4 * 8 * 16 if keep else 0)
+        _, slopes, saved = form.forward(tokens, (0, 8), 0.1, save=keep)
+        assert saved.pairs.numel() == (4 * 8 * 16 if keep else 0)
         grads.append(torch.empty_like(tokens.rows[:, :, :8]))
-        form.backward(tokens.rows, kept, torch.nn.functional.pad(slopes, (0, 8)), (0, 8), 0.1, grads[-1])
+        form.backward(tokens.rows, saved, torch.nn.functional.pad(slopes, (0, 8)), (0, 8), 0.1, grads[-1])
     torch.testing.assert_close(*grads)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli
 from simreg_megatron.cli import doctor
-from simreg_megatron.kernels.contrast import Kept, Kernels, Measured
+from simreg_megatron.kernels.contrast import ForwardResult, Kernels, Saved
 from simreg_megatron.kernels.torch import TorchKernels
 from simreg_megatron.losses import simreg, trial
 from simreg_megatron.losses.simreg import load_kernels
@@ -29,9 +29,9 @@ from tests.helpers.processes import run_processes
 class WrongFarAway(TorchKernels):
     """Right in short chunks."""
 
-    def finish(self, part: Kept, *given: Any) -> Measured:
-        found = super().finish(part, *given)
-        return found._replace(terms=found.terms * 1.01) if part.label_ids.shape[2] > 64 else found
+    def finish(self, saved: Saved, *given: Any) -> ForwardResult:
+        found = super().finish(saved, *given)
+        return found._replace(terms=found.terms * 1.01) if saved.label_ids.shape[2] > 64 else found
 
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ Plant = Callable[[Kernels], None]
 
 
 class WrongTerms(TorchKernels):
-    def finish(self, *given: Any) -> Measured:
+    def finish(self, *given: Any) -> ForwardResult:
         found = super().finish(*given)
         return found._replace(terms=found.terms * 1.001)
 
@@ -52,7 +52,7 @@ class WrongGradient(TorchKernels):
 
 
 class Broken(TorchKernels):
-    def finish(self, *given: Any) -> Measured:
+    def finish(self, *given: Any) -> ForwardResult:
         raise RuntimeError("no such instruction\non this device")
 
 

@@ -163,10 +163,10 @@ def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> Non
         form = load_kernels(name)
         strided = given.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(1)
         tokens = Tokens(strided, labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
-        coeffs = factors.to(given.dtype) * form.measure(tokens, (0, 45), 0.1, keep=False).slopes
-        kept = form.measure(tokens, anchors, 0.1, keep=True).kept
+        coeffs = factors.to(given.dtype) * form.forward(tokens, (0, 45), 0.1, save=False).slopes
+        saved = form.forward(tokens, anchors, 0.1, save=True).saved
         grad = given.new_empty(anchors[1] - anchors[0], 2, given.shape[-1]).transpose(0, 1).unsqueeze(1)
-        form.backward(strided, kept, coeffs, anchors, 0.1, grad)
+        form.backward(strided, saved, coeffs, anchors, 0.1, grad)
         grads.append(grad)
         leaf = given.clone().requires_grad_()
         terms = simreg_loss(leaf, labels, temperature=0.1, reduction="none", impl="reference")
