@@ -27,7 +27,7 @@ from benchmarks import records
 from benchmarks.records import ROOT, Record
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import triton as triton_kernels
-from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan
+from simreg_megatron.parallel.layout import ChunkRules, ShardLayout, row_plan
 from simreg_megatron.plugin.term import Regularizer
 
 HAS_GPU = torch.cuda.is_available()
@@ -67,7 +67,7 @@ def table(lines: list[Record]) -> Iterator[str]:
 def _plan_packed_row(shift: int) -> None:
     """Plan one that was not seen before: documents of 2048 tokens but for the first two."""
     cu_seqlens = (0, 2048 - shift, *range(4096, 131073, 2048))
-    row_plan(ShardLayout(131072, 8, cu_seqlens=cu_seqlens), (3, 0), Cutting(1024))
+    row_plan(ShardLayout(131072, 8, cu_seqlens=cu_seqlens), (3, 0), ChunkRules(1024))
 
 
 def _step(form: str) -> Callable[[], None]:

@@ -49,7 +49,7 @@ def _flags(family: str, record: type, choices: dict[str, tuple[str, ...]], helps
     return tuple(Flag(names[field], field, parse[field], before.get(field, "") + text) for field, text in helps.items())
 
 
-OF_SIMREG = _flags("--simreg-", SimRegConfig, CHOICES, {
+SIMREG_FLAGS = _flags("--simreg-", SimRegConfig, CHOICES, {
     "lambda_": "weight of the term relative to the next-token loss: a number, or auto for 10*sqrt(hidden/1024); 0 is "
     "plain Megatron (default 0)",
     "temperature": "temperature tau, which divides the similarities (default 0.01; other objectives have their own)",
@@ -78,7 +78,7 @@ OF_SIMREG = _flags("--simreg-", SimRegConfig, CHOICES, {
     "impl": "which code computes the loss (default auto: on a GPU triton where it is right, else tiled)",
     "log_interval": "iterations between SimReg's values in the log, a multiple of --log-interval, which is the default",
 })  # fmt: skip
-OF_ADAGC = _flags("--adagc-", AdaGCConfig, {"variant": ADAGC_VARIANTS}, {
+ADAGC_FLAGS = _flags("--adagc-", AdaGCConfig, {"variant": ADAGC_VARIANTS}, {
     "lambda_rel": "how far a parameter's gradient norm may rise above its moving average (default 1.04)",
     "lambda_abs": "largest global norm during the warm-up (default: --clip-grad's)",
     "beta": "decay of the moving averages (default 0.99)",
@@ -89,13 +89,13 @@ OF_ADAGC = _flags("--adagc-", AdaGCConfig, {"variant": ADAGC_VARIANTS}, {
 
 def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's parser; a bad value ends the program with one sentence and status 2."""
-    if OF_SIMREG[0].name in parser._option_string_actions:
+    if SIMREG_FLAGS[0].name in parser._option_string_actions:
         return parser
     group = parser.add_argument_group(title="simreg", description="embedding similarity regularization (SimReg)")
     clipping = parser.add_argument_group(title="adagc", description="adaptive clipping by parameter (AdaGC)")
     text = "clip with AdaGC instead of --clip-grad; works without SimReg too (default off)"
     clipping.add_argument("--adagc", action="store_true", default=None, help=text)
-    for owner, flags in ((group, OF_SIMREG), (clipping, OF_ADAGC)):
+    for owner, flags in ((group, SIMREG_FLAGS), (clipping, ADAGC_FLAGS)):
         for flag in flags:
             how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
             owner.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
@@ -131,19 +131,19 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _check_namespace(namespace: argparse.Namespace) -> None:
-    given = [*_given(OF_SIMREG, namespace), *(["--adagc"] if namespace.adagc else []), *_given(OF_ADAGC, namespace)]
+def _check_namespace(args: argparse.Namespace) -> None:
+    given = [*_given(SIMREG_FLAGS, args), *(["--adagc"] if args.adagc else []), *_given(ADAGC_FLAGS, args)]
     refuse(
-        (given and getattr(namespace, "yaml_cfg", None) is not None,
+        (given and getattr(args, "yaml_cfg", None) is not None,
          f"with --yaml-cfg Megatron drops {', '.join(given)} from the command line: write them into the YAML file as "
          "top-level keys instead (simreg_lambda: 10)"),
-        (namespace.simreg_cpu is not None and not cpu_backend.is_active(),
+        (args.simreg_cpu is not None and not cpu_backend.is_active(),
          "--simreg-cpu came too late, Megatron is imported already: start the script with "
          "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"),
     )  # fmt: skip
-    cpu_backend.refuse(namespace)
-    adagc_from_args(namespace)
-    config_from_args(namespace)
+    cpu_backend.refuse(args)
+    adagc_from_args(args)
+    config_from_args(args)
 
 
 def _given(flags: tuple[Flag, ...], args: Any) -> list[str]:
@@ -152,7 +152,7 @@ def _given(flags: tuple[Flag, ...], args: Any) -> list[str]:
 
 def config_from_args(args: Any) -> SimRegConfig:
     """Read the settings from Megatron's namespace; ValueError if they are impossible, or have no effect."""
-    given = {flag.field: getattr(args, flag.dest, None) for flag in OF_SIMREG}
+    given = {flag.field: getattr(args, flag.dest, None) for flag in SIMREG_FLAGS}
     config = SimRegConfig(**{field: value for field, value in given.items() if value is not None})
     refuse_idle_settings(config)
     return config
@@ -161,7 +161,7 @@ def config_from_args(args: Any) -> SimRegConfig:
 def refuse_idle_settings(config: SimRegConfig) -> None:
     """Raise ValueError for settings with a lambda of 0, which would be silently ignored."""
     plain = SimRegConfig()
-    for name in ("objective", *(flag.field for flag in OF_SIMREG)):
+    for name in ("objective", *(flag.field for flag in SIMREG_FLAGS)):
         if (value := getattr(config, name)) != getattr(plain, name) and not config.active:
             raise ValueError(
                 f"{spoken(name, value)} has no effect while lambda is 0: give a lambda, or objective none to "
@@ -171,8 +171,8 @@ def refuse_idle_settings(config: SimRegConfig) -> None:
 
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
     """Return the same for AdaGC, or None if it is off. Its global norm is --clip-grad's, if that clips at all."""
-    names, is_on = _given(OF_ADAGC, args), getattr(args, "adagc", None)
-    given = {flag.field: getattr(args, flag.dest, None) for flag in OF_ADAGC}
+    names, is_on = _given(ADAGC_FLAGS, args), getattr(args, "adagc", None)
+    given = {flag.field: getattr(args, flag.dest, None) for flag in ADAGC_FLAGS}
     refuse(
         (names and not is_on, f"{', '.join(names)} has no effect without --adagc: add it, or drop them"),
         (given["warmup_iters"] == 0 and (given["lambda_abs"] is not None or given["variant"] == "raw"),
@@ -185,7 +185,7 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
 
 def differences(flags: tuple[Flag, ...], read: Callable[[Any], Any], checkpoint_args: Any, args: Any) -> list[str]:
     """Return a line for every setting that differs from the checkpoint's; `read` makes the record of a namespace."""
-    if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
+    if not hasattr(checkpoint_args, SIMREG_FLAGS[0].dest):
         return []
     before, now = read(checkpoint_args), read(args)
     if before is None or now is None:

@@ -56,7 +56,7 @@ class Schedule:
         return (self.off_after < 1 and iteration >= self.end(num_iterations)) or iteration < self.start_iter
 
     def end(self, num_iterations: int | None) -> int:
-        """Return the first iteration without the term after the last one with it, given the length of the training."""
+        """Return the iteration at which the term ends: `off_after` of the length of the training, or all of it."""
         assert num_iterations is not None
         length = round(self.off_after * num_iterations)
         refuse(

@@ -15,7 +15,7 @@ from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.notices import refuse
-from simreg_megatron.objectives.record import Pairs, checked_option, checked_options, counts_from_one, words
+from simreg_megatron.objectives.record import Pairs, checked_option, checked_options, counts_from_one, parse_options
 
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
@@ -101,7 +101,7 @@ def checked_together(settings: Settings, defaults: Settings, parts: Sequence[Any
          f"SimReg objective {of_head} is of the final states only, which enter the output layer: drop "
          "--simreg-layers and --simreg-placement"),
     )  # fmt: skip
-    pairs = words(settings["objective_options"])
+    pairs = parse_options(settings["objective_options"])
     return (*options, *((name, float(str(value))) for name, value in pairs if name.endswith(".temperature")))
 
 
@@ -109,7 +109,7 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
     """Return the settings of each objective: its weight as its lambda, and those of the given options that it knows."""
     weights = _weights(settings["objective"])
     options: dict[str, dict[str, object]] = {name: {} for name in weights}
-    for word, value in words(settings["objective_options"]):
+    for word, value in parse_options(settings["objective_options"]):
         objective, dot, name = word.rpartition(".")
         if not dot or objective not in weights:
             raise ValueError(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced, unit_rows, with_heads
-from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, self_pairs, usable_tokens, with_direction
+from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, nonzero_rows, self_pairs, usable_tokens
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective, Options, Scalar
 
@@ -73,7 +73,7 @@ def sigmoid_loss(
                 f"heads must have the shape {list(embeddings.shape)} of embeddings, got {list(heads.shape)}."
             )
         # Checked separately: in one tensor, one that is zero would hide behind the other.
-        valid = with_direction(heads.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
+        valid = nonzero_rows(heads.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
         embeddings = with_heads(embeddings, heads)
     return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
 

@@ -65,9 +65,8 @@ class Kernels(ABC):
         """Sum P over the positives and over the negatives of the anchors; `finish` follows.
 
         Args:
-            rectangles: for ranks that share the pairs of a chunk, those computed here, in addition to the pairs of two
-                anchors: each of a token in the first span with one in the second, which share no token. None: all pairs
-                of the anchors.
+            rectangles: for ranks that share a chunk's pairs: (span, span) without a common token. The pairs between the
+                two are computed here, in addition to the pairs of two anchors. None: all pairs of the anchors.
             save: whether to save P for the backward, if it is small.
 
         Returns:

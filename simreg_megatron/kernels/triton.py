@@ -145,26 +145,26 @@ def _pairs(
         exponentials = tl.where(meet, exponentials, 0.0)
         same = label_i[:, None] == label_j[None, :]
         if BACKWARD:
-            other = num_chunks * length  # from a to b
+            to_b = num_chunks * length  # from a to b
             a_i, a_j = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + at_j, in_j, 0.0)
-            b_i, b_j = tl.load(coeffs + other + at_i, in_i, 0.0), tl.load(coeffs + other + at_j, in_j, 0.0)
+            b_i, b_j = tl.load(coeffs + to_b + at_i, in_i, 0.0), tl.load(coeffs + to_b + at_j, in_j, 0.0)
             stored = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
-            along = tl.sum(stored.to(tl.float32) * tl.where(meet, products, 0.0), axis=1) * scale_i * scale_i
-            tl.store(of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i, along, in_i)
+            radial_sum = tl.sum(stored.to(tl.float32) * tl.where(meet, products, 0.0), axis=1) * scale_i * scale_i
+            tl.store(of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i, radial_sum, in_i)
         else:
             stored = exponentials.to(pairs.dtype.element_ty)
             positive = tl.where(same, exponentials, 0.0)
             negative = exponentials - positive  # exact: one of the two is 0
-            kind = height.to(tl.int64) * num_chunks * tiles_j
+            shift = height.to(tl.int64) * num_chunks * tiles_j
             to = of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i
             tl.store(to, tl.sum(positive, axis=1), in_i)
-            tl.store(to + kind, tl.sum(negative, axis=1), in_i)
+            tl.store(to + shift, tl.sum(negative, axis=1), in_i)
             if UPPER:
                 in_j = in_j & (j >= (tile_i + 1) * SIDE)  # on the diagonal the rows have counted both sides
-            kind = breadth.to(tl.int64) * num_chunks * tiles_i
+            shift = breadth.to(tl.int64) * num_chunks * tiles_i
             to = of_columns + (chunk.to(tl.int64) * tiles_i + tile_i) * breadth + j
             tl.store(to, tl.sum(positive, axis=0), in_j)
-            tl.store(to + kind, tl.sum(negative, axis=0), in_j)
+            tl.store(to + shift, tl.sum(negative, axis=0), in_j)
         if KEEP:
             to = pairs + chunk.to(tl.int64) * height * pitch
             tl.store(to + i[:, None].to(tl.int64) * pitch + j[None, :], stored, in_i[:, None] & (j < breadth)[None, :])
@@ -173,7 +173,7 @@ def _pairs(
 
 
 @triton.jit
-def _terms(sums, kind, tiles, height, label_ids, scale, length, first, temperature, terms, slopes, SIZE: tl.constexpr):
+def _terms(sums, shift, tiles, height, label_ids, scale, length, first, temperature, terms, slopes, SIZE: tl.constexpr):
     """Compute log(1 + u) [m, R], and (a, b) for a gradient of 1 [2, m, R], from sums [2, m, tiles, R] over all other
     tokens; 0 where not usable."""
     blocks = tl.cdiv(height, SIZE)
@@ -183,20 +183,20 @@ def _terms(sums, kind, tiles, height, label_ids, scale, length, first, temperatu
     positive, negative = tl.zeros((SIZE,), tl.float64), tl.zeros((SIZE,), tl.float64)
     for _ in range(tiles):
         positive += tl.load(at, inside, 0.0).to(tl.float64)
-        negative += tl.load(at + kind, inside, 0.0).to(tl.float64)
+        negative += tl.load(at + shift, inside, 0.0).to(tl.float64)
         at += height
-    whole, token = positive + 1.0, chunk * length + first + i  # the token itself is a positive
+    positives, token = positive + 1.0, chunk * length + first + i  # the token itself is a positive
     inverse = tl.load(scale + token, inside, 1.0)
     # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
     doubt = tl.where(inverse == 0.0, float("nan"), inverse * 0.0)
-    u = tl.where(tl.load(label_ids + token, inside, -1) >= 0, negative / whole + doubt, 0.0)
+    u = tl.where(tl.load(label_ids + token, inside, -1) >= 0, negative / positives + doubt, 0.0)
     rounded = 1.0 + u  # log(1 + u) = log(rounded) u / (rounded - 1), also where the sum lost digits of u
     term = tl.where(rounded == 1.0, u, tl.log(rounded) * (u / (rounded - 1.0)))
-    a = tl.where(u == 0.0, 0.0, 1.0 / (rounded * whole * temperature))
-    at, other = chunk * height + i, tl.num_programs(0) // blocks * height  # from a to b
+    a = tl.where(u == 0.0, 0.0, 1.0 / (rounded * positives * temperature))
+    at, to_b = chunk * height + i, tl.num_programs(0) // blocks * height  # from a to b
     tl.store(terms + at, term.to(tl.float32), inside)
     tl.store(slopes + at, a.to(tl.float32), inside)
-    tl.store(slopes + other + at, (a * u).to(tl.float32), inside)
+    tl.store(slopes + to_b + at, (a * u).to(tl.float32), inside)
 
 
 @triton.jit
@@ -214,24 +214,24 @@ def _weights(
     blocks = tl.cdiv(height, ROWS)
     chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     in_i, at_i = i < height, chunk * length + first + i
-    other = num_chunks * length  # from a to b
+    to_b = num_chunks * length  # from a to b
     scale_i, label_i = tl.load(scale + at_i, in_i, 0.0), tl.load(label_ids + at_i, in_i, -1)
-    a_i, b_i = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + other + at_i, in_i, 0.0)
+    a_i, b_i = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + to_b + at_i, in_i, 0.0)
     place = pairs + chunk.to(tl.int64) * height * pitch + i[:, None].to(tl.int64) * pitch
-    along = tl.zeros((ROWS,), tl.float32)
+    radial_sum = tl.zeros((ROWS,), tl.float32)
     for start in range(0, length, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         in_j, at_j = j < length, chunk * length + j
         scale_j, label_j = tl.load(scale + at_j, in_j, 1.0), tl.load(label_ids + at_j, in_j, -1)
-        a_j, b_j = tl.load(coeffs + at_j, in_j, 0.0), tl.load(coeffs + other + at_j, in_j, 0.0)
+        a_j, b_j = tl.load(coeffs + at_j, in_j, 0.0), tl.load(coeffs + to_b + at_j, in_j, 0.0)
         inside = in_i[:, None] & in_j[None, :]
         exponentials = tl.load(place + j[None, :], inside, 0.0).to(tl.float32)
         same = label_i[:, None] == label_j[None, :]
         weights = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
         tl.store(place + j[None, :], weights, inside)
         cosines = 1.0 + to_cosine * _log2(tl.maximum(exponentials, 1e-37), IS_FAST)
-        along += tl.sum(weights.to(tl.float32) * cosines / scale_j[None, :], axis=1)
-    tl.store(radial + chunk * height + i, along * scale_i, in_i)
+        radial_sum += tl.sum(weights.to(tl.float32) * cosines / scale_j[None, :], axis=1)
+    tl.store(radial + chunk * height + i, radial_sum * scale_i, in_i)
 
 
 @triton.jit
@@ -265,8 +265,8 @@ def _product(
         inside = (i < height)[:, None] & (j < width)[None, :]
         at = rows + b.to(tl.int64) * stride_b + c.to(tl.int64) * stride_c
         at += (first + i)[:, None].to(tl.int64) * stride_k + j[None, :]
-        along = tl.load(radial + chunk * height + i, i < height, 0.0)
-        products -= along[:, None] * tl.load(at, inside, 0.0).to(tl.float32)
+        radial_i = tl.load(radial + chunk * height + i, i < height, 0.0)
+        products -= radial_i[:, None] * tl.load(at, inside, 0.0).to(tl.float32)
         to = grad + b.to(tl.int64) * grad_b + c.to(tl.int64) * grad_c + i[:, None].to(tl.int64) * grad_k + j[None, :]
         tl.store(to, products.to(grad.dtype.element_ty), inside)
 
@@ -372,8 +372,8 @@ class TritonKernels(Kernels):
 def _prepared(tokens: Tokens) -> tuple[Tensor, Saved]:
     """Return rows as the kernels read them, and label ids and 1 / |e| [b, c, n]; ValueError for rows of other types."""
     rows, unit = tokens.rows, 16 // tokens.rows.itemsize
-    is_known = rows.dtype in (torch.bfloat16, torch.float32) and (rows.is_cuda or INTERPRETS)
-    if not is_known or rows.shape[3] % unit:
+    is_supported = rows.dtype in (torch.bfloat16, torch.float32) and (rows.is_cuda or INTERPRETS)
+    if not is_supported or rows.shape[3] % unit:
         raise ValueError(
             f"impl 'triton' computes bfloat16 and float32 on a CUDA device, of a width that is a multiple of {unit}, "
             f"not {rows.dtype} of width {rows.shape[3]} on {rows.device}: use impl 'tiled'."
@@ -449,5 +449,5 @@ def _constants(rows: Tensor) -> dict[str, Any]:
 @functools.cache
 def _gpu(device: torch.device) -> tuple[int, int]:
     """Return the number of multiprocessors and the major compute capability."""
-    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return (known.multi_processor_count, known.major) if known else (8, 9)
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return (properties.multi_processor_count, properties.major) if properties else (8, 9)

@@ -73,7 +73,7 @@ def wrap_model(model_class: type) -> None:
         RuntimeError: SimReg is not installed.
         ValueError: the class has no such function.
     """
-    here, name = installation.current(), compat.MODEL_SEAM.name
+    state, name = installation.current(), compat.MODEL_SEAM.name
     function = vars(model_class).get(name)
     absent = {"hidden_states", "labels"} - set(inspect.signature(function).parameters if function else ())
     refuse(
@@ -83,11 +83,11 @@ def wrap_model(model_class: type) -> None:
          f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
          f"let it call Megatron's, {WAY_OUT}"),
     )  # fmt: skip
-    here.wrap(model_class, name, model.regularize)
-    if not issubclass(model_class, here.model_classes):
-        here.model_classes += (model_class,)
+    state.wrap(model_class, name, model.regularize)
+    if not issubclass(model_class, state.model_classes):
+        state.model_classes += (model_class,)
         if "__init__" in vars(model_class):
-            here.wrap(model_class, "__init__", model.prepare)
+            state.wrap(model_class, "__init__", model.prepare)
 
 
 def settings() -> SimRegConfig:

@@ -76,16 +76,16 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
 
 
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
-    here = installation.current()
-    here.paused = True
+    state = installation.current()
+    state.paused = True
     loss_without, gradients = _run(models, forward_backward)
     without = [gradient.clone() for gradient in gradients]  # the only copy: the others are compared where they lie
-    here.paused = False
+    state.paused = False
     loss_with, gradients = _run(models, forward_backward)
     num_with = len(gradients)
     pairs = zip(gradients, without, strict=True) if num_with == len(without) else ()
     moved = [float((new.float() - old.float()).norm()) for new, old in pairs]
-    here.paused = True
+    state.paused = True
     loss_again, gradients = _run(models, forward_backward)
     repeats = len(gradients) == len(without) and all(map(torch.equal, without, gradients))
     numbers = (part for part in tree_leaves(loss_without) if isinstance(part, Tensor | int | float))
@@ -101,7 +101,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         (num_with != len(without),
          f"{len(without)} parameters have a gradient without SimReg and {num_with} with it: "
          "forward_backward must not return before all gradients are computed"),
-        (not any(moved) and here.regularizer().is_reached,
+        (not any(moved) and state.regularizer().has_gradient_arrived,
          "no gradient changes with SimReg: its own is too small to change a digit; take real text"),
         (not any(moved),
          "no gradient changes with SimReg: this loop does not train on the loss that the model returns; keep the model "

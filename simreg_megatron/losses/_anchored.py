@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of the baselines: one term per anchor, chunk by chunk, with the masks, documents and shards of SimReg.
+"""The frame of the reference and of most other objectives: one term per anchor, with SimReg's masks and shards.
 
 Similarities are shifted logits: s(a, k) = (sim(a, k) - sim(a, a)) / temperature. The shift cancels in losses that
 compare log-sums of one anchor, and keeps float32 exact where it matters: an anchor's own logit is 0, so nothing of size
@@ -57,7 +57,7 @@ def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
 
 
-def learnable(query: Tensor, key: Tensor) -> Similarity:
+def learnable_similarity(query: Tensor, key: Tensor) -> Similarity:
     """<a, k> / (||a||^gamma_q ||k||^gamma_d), each gamma the sigmoid of a trained scalar; 0 is halfway to the cosine.
 
     gamma (1, 1) is the cosine, (0, 0) dot, (1, 0) qnorm and (0, 1) dnorm. Source: arXiv 2602.09229.
@@ -85,7 +85,7 @@ def get_similarity(name: str, exponents: tuple[Tensor, Tensor] | None = None) ->
          "exponents must be two tensors of one number each: others would scale features or tokens."),
     )  # fmt: skip
     if exponents is not None:
-        return learnable(*exponents)
+        return learnable_similarity(*exponents)
     check_choice("similarity", name, (*SIMILARITIES, "learnable"))
     return SIMILARITIES[name]
 
@@ -110,15 +110,15 @@ def anchored_terms(
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             block = block_of(stretch, embeddings, labels, usable, documents)
-            unsure = nan_if_not_finite(block.rows[:, slice(*block.anchors)])
+            doubt = nan_if_not_finite(block.rows[:, slice(*block.anchors)])
             terms = block_terms(block)
-            if terms.shape != unsure.shape:
+            if terms.shape != doubt.shape:
                 raise ValueError(
-                    f"the terms of a block must be one for each anchor, {list(unsure.shape)}, not {list(terms.shape)}: "
+                    f"the terms of a block must be one for each anchor, {list(doubt.shape)}, not {list(terms.shape)}: "
                     "spread a chunk's loss over its tokens"
                 )
             first, last = stretch.anchors
-            parts.append((terms + unsure).reshape(len(labels), last - first))
+            parts.append((terms + doubt).reshape(len(labels), last - first))
     if not parts:
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
     return joined(parts)

@@ -76,13 +76,13 @@ def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
 def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:
     """Return bool [b, n]: not usable are tokens with valid False, a label below 0 (-100), or an exactly zero row."""
     wanted = labels >= 0 if valid is None else valid & (labels >= 0)
-    return with_direction(embeddings, wanted)
+    return nonzero_rows(embeddings, wanted)
 
 
-def with_direction(embeddings: Tensor, wanted: Tensor) -> Tensor:
-    """Return which of the wanted tokens [b, n] have a row that is not exactly zero."""
+def nonzero_rows(embeddings: Tensor, valid: Tensor) -> Tensor:
+    """Return which of the valid tokens [b, n] have a row that is not exactly zero."""
     # Not a comparison of each number with 0, which would be a copy of all of them. A NaN counts, as any number but 0.
-    return torch.logical_and(wanted, torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1))
+    return torch.logical_and(valid, torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1))
 
 
 def checked(
@@ -129,7 +129,7 @@ class Stretch(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> tuple[Stretch, ...]:
-    """Cut into at most four: all full chunks that hold nothing but anchors together, every other chunk separately."""
+    """Cut into at most three: all full chunks that hold only anchors in one, and a partial chunk on either side."""
     length = chunk_length(num_tokens, chunk_size)
     position, last = anchors
     parts = []

@@ -59,13 +59,13 @@ def pair_cosines(
     """
     embeddings, labels, usable, documents = checked(embeddings, labels, valid, documents, chunk_size)
     anchors = (0, labels.shape[1]) if anchors is None else anchors
-    met: dict[str, Any] = {"documents": documents, "chunk_size": chunk_size}
-    same, different = (count[:, slice(*anchors)] for count in pair_counts(labels, usable, **met))
-    sums = pair_sums(row_cosines(embeddings, labels, usable, anchors=anchors, **met), same, different)
+    options: dict[str, Any] = {"documents": documents, "chunk_size": chunk_size}
+    same, different = (count[:, slice(*anchors)] for count in pair_counts(labels, usable, **options))
+    sums = cosine_sums(row_cosines(embeddings, labels, usable, anchors=anchors, **options), same, different)
     return PairCosines._make(sums.unbind())
 
 
-def pair_sums(cosines: RowCosines, same: Tensor, different: Tensor) -> Tensor:
+def cosine_sums(cosines: RowCosines, same: Tensor, different: Tensor) -> Tensor:
     """Add up to PairCosines [6]; `same` and `different` [b, p] count the partners of each anchor."""
     has = different > 0
     hardest = cosines.hardest.masked_fill(~has, 0.0)
@@ -82,9 +82,9 @@ def row_cosines(
     if at_once < len(embeddings):
         parts = zip(*(each.split(at_once) for each in (embeddings, labels, usable)), strict=True)
         borders = itertools.repeat(None) if documents is None else iter(documents.split(at_once))
-        met: dict[str, Any] = {"chunk_size": chunk_size, "anchors": anchors}
-        some = [row_cosines(*part, documents=next(borders), **met) for part in parts]
-        return RowCosines._make(map(torch.cat, zip(*some, strict=True)))
+        options: dict[str, Any] = {"chunk_size": chunk_size, "anchors": anchors}
+        results = [row_cosines(*part, documents=next(borders), **options) for part in parts]
+        return RowCosines._make(map(torch.cat, zip(*results, strict=True)))
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
     nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
     ids, of_stretches = label_ids(labels, usable, documents), []

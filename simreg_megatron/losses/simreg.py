@@ -61,9 +61,9 @@ def simreg_loss(
             in float32 (float64 for float64), outside any autocast; the gradient has the input's dtype.
         labels: integer [b, n] or [n]; a label below 0 (-100) makes the token invalid. For impl "triton" below 2^31.
         temperature: tau, above 0.
-        valid: bool, shape of labels. Invalid tokens are neither anchor, positive nor negative. So are tokens
-            whose embedding is exactly zero. Their gradient is exactly 0, and they may hold anything, but for impl
-            "triton", where they must be finite.
+        valid: bool, shape of labels. Invalid tokens, and tokens whose embedding is exactly zero, are neither anchor,
+            positive nor negative. Their gradient is exactly 0, and they may hold anything, except with impl "triton",
+            where they must be finite.
         documents: integer of at least 0, shape of labels: tokens of different documents never meet. None: all do. With
             documents labels must be below 2^32, and documents below 2^31.
         chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be short.
@@ -87,7 +87,7 @@ def simreg_loss(
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.
-        NaN or infinite rows of valid tokens give NaN, as do float32 rows shorter than 3e-39 but by impl "reference".
+        NaN or infinite rows of valid tokens give NaN, as do float32 rows shorter than 3e-39 except by impl "reference".
 
     Raises:
         ValueError: an argument is out of range, or shapes or types do not fit.

@@ -158,7 +158,7 @@ class Objective:
         return f"its terms do not take {', '.join(sorted(missing))}"
 
 
-def words(value: object) -> list[tuple[str, object]]:
+def parse_options(value: object) -> list[tuple[str, object]]:
     """Read options given as a mapping, as pairs, or as text: "form=supcon_out,self_positive=never"."""
     if isinstance(value, str):
         pairs: list[Any] = [word.partition("=")[::2] for word in value.split(",") if word]
@@ -183,7 +183,7 @@ def words(value: object) -> list[tuple[str, object]]:
 def checked_options(objective: Objective, value: object) -> Pairs:
     """Return all options of the objective, with defaults for those not given; its own name may stand before each."""
     prefix = f"{objective.name}."
-    known, given = objective.options, {name.removeprefix(prefix): setting for name, setting in words(value)}
+    known, given = objective.options, {name.removeprefix(prefix): setting for name, setting in parse_options(value)}
     for name, setting in given.items():
         if name not in known:
             raise ValueError(

@@ -81,15 +81,15 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
     tiles = []
     for tile in (slice(first, first + _STATES_AT_ONCE) for first in range(0, max(1, len(states)), _STATES_AT_ONCE)):
         logits = head.unscaled(states[tile])
-        index, apart = torch.where(is_here, local, 0)[tile].unsqueeze(1), ~is_here[tile].unsqueeze(1)
-        of_label = logits.gather(1, index)
-        logits.scatter_(1, index, torch.where(apart, of_label, -torch.inf))
-        tiles.append(torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits.amax(dim=1)]).float())
-    both = torch.cat(tiles, dim=1)  # the label's logit, or -inf if its row is on another rank; the largest other one
+        index, absent = torch.where(is_here, local, 0)[tile].unsqueeze(1), ~is_here[tile].unsqueeze(1)
+        label_logit = logits.gather(1, index)
+        logits.scatter_(1, index, torch.where(absent, label_logit, -torch.inf))
+        tiles.append(torch.stack([label_logit.masked_fill_(absent, -torch.inf).squeeze(1), logits.amax(dim=1)]).float())
+    best = torch.cat(tiles, dim=1)  # the label's logit, or -inf if its row is on another rank; the largest other one
     if tensor_group is not None:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=tensor_group)
+        dist.all_reduce(best, op=dist.ReduceOp.MAX, group=tensor_group)
     first = 0 if tensor_group is None else tensor_group.rank() * number
-    return ((both[0] - both[1]) * head.scale)[first : first + number]
+    return ((best[0] - best[1]) * head.scale)[first : first + number]
 
 
 def rows_in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

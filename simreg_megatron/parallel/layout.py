@@ -126,8 +126,8 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """Rules for where chunks begin and end.
+class ChunkRules:
+    """Rules for where chunks begin and end; they are cut inside domains: samples, or what a rank holds of each.
 
     Attributes:
         chunk_size: tokens in a chunk; 0 is the whole domain.
@@ -156,13 +156,13 @@ class Window(NamedTuple):
     domain: Run
 
 
-def _windows(layout: ShardLayout, cutting: Cutting) -> tuple[Ints, Ints, Ints, Ints]:
+def _windows(layout: ShardLayout, rules: ChunkRules) -> tuple[Ints, Ints, Ints, Ints]:
     """Compute the windows' fields, in the order of ranks and of their rows, and the number of each one's rank."""
     runs, owners = layout.all_anchors
-    domains = cutting.domains(layout)
+    domains = rules.domains(layout)
     run, place, anchors = _overlaps(runs, domains)
     start, stop = domains[place].T
-    size = cutting.chunk_size or stop - start
+    size = rules.chunk_size or stop - start
     first = start + (anchors[:, 0] - start) // size * size
     last = start - (start - anchors[:, 1]) // size * size
     return np.stack([first, np.minimum(last, stop)], axis=1), anchors, domains[place], owners[run]
@@ -198,9 +198,9 @@ class RowPlan:
 
 
 @lru_cache(maxsize=16)  # each packed row has a plan of its own, and a large one
-def row_plan(layout: ShardLayout, rank: Rank, cutting: Cutting) -> RowPlan:
+def row_plan(layout: ShardLayout, rank: Rank, rules: ChunkRules) -> RowPlan:
     """Make the plan of `rank`; every rank of its group makes the matching one."""
-    tokens, anchors, domains, owners = _windows(layout, cutting)
+    tokens, anchors, domains, owners = _windows(layout, rules)
     members, own, exchanged = owners, rank[0] * layout.tensor_size + rank[1], owners >= 0
     windows = tuple(map(Window, *(_tuples(runs[owners == own]) for runs in (tokens, anchors, domains))))
     if not layout.rows_split:

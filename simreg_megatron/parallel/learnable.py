@@ -34,7 +34,7 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
 
 
 class Scalars(nn.Module):
-    """Parameters of one number each, read by a call: `--overlap-param-gather` waits for them in the pre-hook of it."""
+    """Parameters of one number each, read by calling the module: `--overlap-param-gather` waits in its forward hook."""
 
     def __init__(self, start: dict[str, float]) -> None:
         super().__init__()

@@ -92,15 +92,15 @@ class Metrics:
         totals = [of_objective.sum(dtype=torch.float64) for of_objective in terms]
         for slot, total in zip(self._term_slots, totals, strict=True):
             self._sums[slot].add_(total)
-        own_valid = shard.own_columns(valid)
-        self._sums[TOKENS].add_(own_valid.sum(dtype=torch.float64))
+        anchor_valid = shard.anchor_columns(valid)
+        self._sums[TOKENS].add_(anchor_valid.sum(dtype=torch.float64))
         if self.wants_geometry:
-            self._sums[ALL_MASKED].add_((~own_valid.any(dim=1)).sum())
+            self._sums[ALL_MASKED].add_((~anchor_valid.any(dim=1)).sum())
             if views:  # a view leaves out masked tokens, and hidden states of norm zero
                 usable = sum(view.usable[:, slice(*view.anchors)].sum() for view in views)
-                self._sums[ZERO_NORM].add_(own_valid.sum() - usable)
-            own_states = shard.own_columns(hidden_states.transpose(0, 1))
-            self._sums[NORMS].add_(norm_table(own_states, own_valid).flatten())
+                self._sums[ZERO_NORM].add_(anchor_valid.sum() - usable)
+            anchor_states = shard.anchor_columns(hidden_states.transpose(0, 1))
+            self._sums[NORMS].add_(norm_table(anchor_states, anchor_valid).flatten())
             self._learned = as_logged(self._parts, learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
@@ -112,8 +112,8 @@ class Metrics:
         if hidden_states.shape[-1] > _WIDEST:
             log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
             return
-        sample = EveryKth.of_at_most(_SAMPLED_TOKENS, len(hidden_states), shard)
-        moments = geometry.moments(sample.taken(hidden_states), sample.taken(valid))
+        sample = EveryKth.at_most(_SAMPLED_TOKENS, len(hidden_states), shard)
+        moments = geometry.moments(sample.select(hidden_states), sample.select(valid))
         self._moments = [*map(Tensor.add_, self._moments, moments)] if self._moments else [*moments]
 
     def _add_pairs(self, view: View) -> None:
@@ -125,7 +125,7 @@ class Metrics:
         usable = view.usable[:, anchors]
         same, different = (count[:, anchors] for count in pair_counts(view.labels, view.usable, **options))
         cosines = geometry.row_cosines(view.embeddings, view.labels, view.usable, anchors=view.anchors, **options)
-        pairs = geometry.pair_sums(cosines, same, different)
+        pairs = geometry.cosine_sums(cosines, same, different)
         self._sums[PAIRS].add_(pairs)
         if self.config.is_simreg and not self.config.record.relabels:  # others may have a term there
             self._sums[ONE_LABEL].add_(usable.sum() - pairs[-1])
@@ -145,16 +145,16 @@ class Metrics:
         if not has_whole_head(model):
             log_once("SimReg: margins are not logged, as no rank holds the output layer's rows")
             return
-        sample = EveryKth.of_at_most(_PREDICTED_TOKENS, len(labels), shard)
-        own_labels = sample.taken(labels.masked_fill(~valid, -1))
-        missing = sample.most_of_a_tensor_rank() - own_labels.shape[1]  # these ranks must bring equally many
+        sample = EveryKth.at_most(_PREDICTED_TOKENS, len(labels), shard)
+        anchor_labels = sample.select(labels.masked_fill(~valid, -1))
+        missing = sample.max_per_tensor_rank() - anchor_labels.shape[1]  # these ranks must bring equally many
         margin = margins(
             model,
-            functional.pad(sample.taken(predicting.transpose(0, 1)), (0, 0, 0, missing)).flatten(0, 1),
-            functional.pad(own_labels, (0, missing), value=-1).flatten(),
+            functional.pad(sample.select(predicting.transpose(0, 1)), (0, 0, 0, missing)).flatten(0, 1),
+            functional.pad(anchor_labels, (0, missing), value=-1).flatten(),
             shard.tensor_group,
-        ).view(len(labels), -1)[:, : own_labels.shape[1]]
-        counted, right = own_labels >= 0, margin > 0  # a tie, at 0, is no right prediction
+        ).view(len(labels), -1)[:, : anchor_labels.shape[1]]
+        counted, right = anchor_labels >= 0, margin > 0  # a tie, at 0, is no right prediction
         left_out = torch.stack([~counted, ~right])
         sums = torch.stack([margin.double().masked_fill(left_out, 0.0), ~left_out], dim=1)
         self._sums[OF_MARGINS].add_(sums.sum(dim=(-2, -1)).flatten())
@@ -163,8 +163,8 @@ class Metrics:
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Return means over all data- and context-parallel ranks; empty if nothing was observed.
 
-        Losses are of all steps since the last reset. The geometry is of those measured since the last report, and is
-        forgotten in any case. A collective over `dp_cp_group` and the tensor-parallel group.
+        Losses cover all steps since the last reset. Geometry covers the steps measured since the last report, and is
+        always reset. A collective over `dp_cp_group` and the tensor-parallel group.
         """
         if self._sums is None:
             return {}

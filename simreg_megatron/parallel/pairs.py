@@ -44,14 +44,14 @@ class View(NamedTuple):
 Part = tuple[View, Stretch]  # and chunks of its tokens
 
 
-class Pairs(NamedTuple):
+class KernelSetup(NamedTuple):
     chunk_size: int
     temperature: float
     kernels: Kernels
 
 
 def terms_over_ranks(
-    hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
+    hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, setup: KernelSetup
 ) -> Tensor:
     """Compute log(1 + S_neg / S_pos) of this rank's anchors [B, A]; `hidden_states` get all ranks' gradients.
 
@@ -59,26 +59,26 @@ def terms_over_ranks(
 
     Args:
         hidden_states: [S, B, D] of this rank.
-        views: with `shard.gathered_rows_detached(hidden_states, plan)`, in the order of this rank's rows.
+        views: with `shard.gather_rows_detached(hidden_states, plan)`, in the order of this rank's rows.
     """
-    return _SimReg.apply(hidden_states, views, shard, plan, pairs)
+    return _SimReg.apply(hidden_states, views, shard, plan, setup)
 
 
 class _SimReg(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
+        ctx: Any, hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, setup: KernelSetup
     ) -> Tensor:
         parts = [
             (view, stretch)
             for view in views
-            for stretch in stretches(view.run[1] - view.run[0], pairs.chunk_size, view.anchors)
+            for stretch in stretches(view.run[1] - view.run[0], setup.chunk_size, view.anchors)
         ]
-        save = ctx.needs_input_grad[0] and _saves_pairs(hidden_states, shard, pairs)
-        results = _forward(parts, shard, plan, pairs, save=save)
+        save = ctx.needs_input_grad[0] and _saves_pairs(hidden_states, shard, setup)
+        results = _forward(parts, shard, plan, setup, save=save)
         slopes = joined([each.slopes.flatten(2) for each in results], dim=2)
         ctx.save_for_backward(hidden_states, slopes, *[tensor for each in results for tensor in each.saved])
-        ctx.rest, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
+        ctx.options, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, setup), False
         return joined([each.terms.flatten(1) for each in results])
 
     @staticmethod
@@ -89,14 +89,14 @@ class _SimReg(torch.autograd.Function):
 def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     """Compute the gradient of this rank's rows."""
     hidden_states, slopes_2BA, *tensors = ctx.saved_tensors
-    parts, shard, plan, pairs = ctx.rest
-    kernels, size = pairs.kernels, len(Saved._fields)
+    parts, shard, plan, setup = ctx.options
+    kernels, size = setup.kernels, len(Saved._fields)
     saved = without_spent_pairs(ctx, [Saved(*tensors[first : first + size]) for first in range(0, len(tensors), size)])
 
     coeffs_SB2 = shard.from_all_anchors((grad_terms * slopes_2BA).permute(2, 1, 0))
-    coeffs = (shard.whole if plan.travels else shard.held)(coeffs_SB2.transpose(0, 1))
+    coeffs = (shard.gather_all if plan.travels else shard.located)(coeffs_SB2.transpose(0, 1))
 
-    rows = shard.gathered_rows_detached(hidden_states, plan)
+    rows = shard.gather_rows_detached(hidden_states, plan)
     grad_ABD = hidden_states.new_empty(slopes_2BA.shape[2], *hidden_states.shape[1:])
     first = 0
     for (run, stretch), each in zip(parts, saved, strict=True):
@@ -104,25 +104,25 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
         shape = *each.label_ids.shape[:2], stretch.inside[1] - stretch.inside[0]  # [b, c, p]
         last = first + shape[1] * shape[2]
         grad = grad_ABD[first:last].transpose(0, 1).view(*shape, grad_ABD.shape[2])
-        kernels.backward(stretch.chunks(rows.at(run)), each, coeffs_of_all, stretch.inside, pairs.temperature, grad)
+        kernels.backward(stretch.chunks(rows.at(run)), each, coeffs_of_all, stretch.inside, setup.temperature, grad)
         first = last
     return shard.from_all_anchors(grad_ABD)
 
 
-def _saves_pairs(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
+def _saves_pairs(hidden_states: Tensor, shard: SequenceShard, setup: KernelSetup) -> bool:
     """Return whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
     layout = shard.layout
-    chunk = min(pairs.chunk_size or layout.length, layout.length)
+    chunk = min(setup.chunk_size or layout.length, layout.length)
     num_pairs = hidden_states.shape[1] * layout.length * chunk
     per_rank = num_pairs // (layout.context_size * layout.tensor_size)
-    return pairs.kernels.saves_pairs(hidden_states, per_rank, chunk)
+    return setup.kernels.saves_pairs(hidden_states, per_rank, chunk)
 
 
 def _forward(
-    parts: Sequence[Part], shard: SequenceShard, plan: RowPlan, pairs: Pairs, *, save: bool
+    parts: Sequence[Part], shard: SequenceShard, plan: RowPlan, setup: KernelSetup, *, save: bool
 ) -> list[ForwardResult]:
     """Compute the terms of every part; if ranks share the pairs, each is computed on one of them: then a collective."""
-    kernels, tau = pairs.kernels, pairs.temperature
+    kernels, tau = setup.kernels, setup.temperature
     shares = plan.shares_chunks and not save and shard.layout.cu_seqlens is None
     local = []
     for view, stretch in parts:

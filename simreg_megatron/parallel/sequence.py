@@ -21,13 +21,13 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._anchored import anchored_terms, with_heads
-from simreg_megatron.losses._chunks import joined, with_direction
+from simreg_megatron.losses._chunks import joined, nonzero_rows
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import FAST_IMPLS, chosen_impl, load_kernels, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
 from simreg_megatron.objectives.record import Kind
-from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window, row_plan
-from simreg_megatron.parallel.pairs import Pairs, View, terms_over_ranks
+from simreg_megatron.parallel.layout import ChunkRules, RowPlan, Run, Window, row_plan
+from simreg_megatron.parallel.pairs import KernelSetup, View, terms_over_ranks
 from simreg_megatron.parallel.shard import Located, SequenceShard
 
 
@@ -43,8 +43,8 @@ class EndTokens:
     token: int
     needs_domain = True  # counted from the first label on
 
-    def of(self, labels: Tensor, stretch: Run) -> Tensor:
-        """[B, tokens of the stretch] from the labels [B, tokens of the stretch]."""
+    def of(self, labels: Tensor, run: Run) -> Tensor:
+        """[B, tokens of the run] from the labels [B, tokens of the run]."""
         ends = (labels == self.token).long().cumsum(dim=1)
         return F.pad(ends, (2, 0))[:, : labels.shape[1]]
 
@@ -60,9 +60,9 @@ class PackedLengths:
     cu_seqlens: Tensor
     needs_domain = False
 
-    def of(self, labels: Tensor, stretch: Run) -> Tensor:
-        """[1, tokens of the stretch]."""
-        positions = torch.arange(*stretch, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
+    def of(self, labels: Tensor, run: Run) -> Tensor:
+        """[B, tokens of the run], the same in every row."""
+        positions = torch.arange(*run, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
         return torch.searchsorted(self.cu_seqlens, positions, right=True).expand_as(labels)
 
 
@@ -99,9 +99,9 @@ def simreg_over_ranks(
             )
             for view in views
         ])  # fmt: skip
-    plan = row_plan(shard.layout, shard.rank, Cutting(config.chunk_size, config.scope, sample_length))
-    pairs = Pairs(config.chunk_size, config.tau, load_kernels(impl))
-    terms = terms_over_ranks(hidden_states, views, shard, plan, pairs)
+    plan = row_plan(shard.layout, shard.rank, ChunkRules(config.chunk_size, config.scope, sample_length))
+    setup = KernelSetup(config.chunk_size, config.tau, load_kernels(impl))
+    terms = terms_over_ranks(hidden_states, views, shard, plan, setup)
     if len(views) == 1:  # a split would be one launch more in the backward
         return with_roles(terms, views[0].roles)
     of_views = terms.split([view.roles.anchor.shape[1] for view in views], dim=1)
@@ -146,8 +146,8 @@ def chunk_views(
 ) -> list[View]:  # fmt: skip
     """Gather what this rank's anchors are compared with: whole chunks, in the order of its rows.
 
-    A collective wherever the plan exchanges labels or rows. The rows have no gradient where fast kernels of SimReg
-    computes on them: `simreg_over_ranks` computes that gradient itself.
+    A collective wherever the plan exchanges labels or rows. The rows have no gradient if fast kernels of SimReg
+    compute on them: `simreg_over_ranks` computes that gradient itself.
 
     Args:
         hidden_states: [S, B, D] of this rank.
@@ -162,36 +162,36 @@ def chunk_views(
         measures: whether the log describes the views, in which rows that are exactly zero do not count.
     """
     scope = "local" if config.sends_no_rows and not for_log else config.scope
-    plan = row_plan(shard.layout, shard.rank, Cutting(config.chunk_size, scope, sample_length))
+    plan = row_plan(shard.layout, shard.rank, ChunkRules(config.chunk_size, scope, sample_length))
     usable, impl = valid, fast_impl(config, hidden_states)
     counts_tokens = (config.group_reduce, config.chunk_weight) != ("sum", "token")
     if impl is None or counts_tokens or measures:  # else the kernels leave out the rows that are exactly zero
-        usable = with_direction(hidden_states.transpose(0, 1), valid)
+        usable = nonzero_rows(hidden_states.transpose(0, 1), valid)
     if heads is not None:  # a zero row has no cosine either, as in an output layer that begins with zeros
-        usable = with_direction(heads.transpose(0, 1).to(hidden_states.dtype), usable)
+        usable = nonzero_rows(heads.transpose(0, 1).to(hidden_states.dtype), usable)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
     beyond = plan.travels or (by_domain and config.scope == "exact")
-    all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
+    all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.located, (labels, usable))
     if config.chunk_weight != "token":
         _say_if_weightless(config, plan)
-    rows = shard.gathered_rows_detached(hidden_states, plan) if impl else shard.gathered_rows(hidden_states, plan)
-    head_rows = None if heads is None else shard.gathered_rows_detached(heads, plan)
+    rows = shard.gather_rows_detached(hidden_states, plan) if impl else shard.gather_rows(hidden_states, plan)
+    head_rows = None if heads is None else shard.gather_rows_detached(heads, plan)
     relabels = None if for_log else config.record.relabels
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    by_stretch: dict[Run, tuple[_StretchLabels, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
+    by_run: dict[Run, tuple[_RunLabels, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
     views = []
     for window in plan.windows:
-        stretch = window.domain if by_domain else window.tokens
-        if stretch not in by_stretch:
-            tokens = _StretchLabels.of(stretch, all_labels, all_usable, documents)
+        run = window.domain if by_domain else window.tokens
+        if run not in by_run:
+            tokens = _RunLabels.of(run, all_labels, all_usable, documents)
             if relabels is not None:  # drawn again in each iteration
-                labels = relabels(config, tokens.labels, tokens.usable, shard.layout.length, iteration)
-                tokens = tokens._replace(labels=labels)
-            by_stretch[stretch] = tokens, token_roles(
+                new_labels = relabels(config, tokens.labels, tokens.usable, shard.layout.length, iteration)
+                tokens = tokens._replace(labels=new_labels)
+            by_run[run] = tokens, token_roles(
                 tokens.labels, tokens.usable, documents=tokens.documents, chunk_size=config.chunk_size, dtype=dtype,
                 group_reduce=config.group_reduce, self_positive=config.self_positive, chunk_weight=config.chunk_weight,
             )  # fmt: skip
-        views.append(_view(window, *by_stretch[stretch], rows, head_rows))
+        views.append(_view(window, *by_run[run], rows, head_rows))
     return views
 
 
@@ -205,34 +205,34 @@ def _say_if_weightless(config: SimRegConfig, plan: RowPlan) -> None:
         )
 
 
-class _StretchLabels(NamedTuple):
-    """Labels, domains and documents of the tokens of one stretch of the sequence, [B, tokens]."""
+class _RunLabels(NamedTuple):
+    """Labels and documents of the tokens of one run of the sequence, [B, tokens]."""
 
-    stretch: Run
+    run: Run
     labels: Tensor
     usable: Tensor
     documents: Tensor | None
 
     @classmethod
-    def of(cls, stretch: Run, labels: Located, usable: Located, documents: Documents | None) -> _StretchLabels:
-        own = labels.at(stretch)
-        return cls(stretch, own, usable.at(stretch), None if documents is None else documents.of(own, stretch))
+    def of(cls, run: Run, labels: Located, usable: Located, documents: Documents | None) -> _RunLabels:
+        own = labels.at(run)
+        return cls(run, own, usable.at(run), None if documents is None else documents.of(own, run))
 
 
-def _view(window: Window, own: _StretchLabels, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
+def _view(window: Window, own: _RunLabels, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
     """Build the view of one window's anchors; their roles may need the names of more tokens than the window's."""
-    inside = slice(*_relative(window.tokens, own.stretch))
+    inside = slice(*_relative(window.tokens, own.run))
     return View(
         window.tokens, rows.at(window.tokens), own.labels[:, inside], own.usable[:, inside],
         documents=None if own.documents is None else own.documents[:, inside],
-        anchors=_relative(window.anchors, window.tokens), roles=roles.cut(*_relative(window.anchors, own.stretch)),
+        anchors=_relative(window.anchors, window.tokens), roles=roles.cut(*_relative(window.anchors, own.run)),
         heads=None if head_rows is None else head_rows.at(window.tokens),
     )  # fmt: skip
 
 
 def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Located, Located]:
     """Gather labels and usability of all tokens of the sequence, in one collective."""
-    both = shard.whole(torch.stack([labels.long(), usable.long()], dim=-1))
+    both = shard.gather_all(torch.stack([labels.long(), usable.long()], dim=-1))
     all_labels, all_usable = both.values.unbind(dim=-1)
     return Located(all_labels, both.runs), Located(all_usable.bool(), both.runs)
 

@@ -65,13 +65,13 @@ class SequenceShard:
     tensor_group: dist.ProcessGroup | None = None
 
     @cached_property
-    def stretches(self) -> tuple[Run, ...]:
+    def held_runs(self) -> tuple[Run, ...]:
         """The runs of this rank, with adjacent ones joined."""
         return merged(self.layout.held(self.rank))
 
     @cached_property
     def num_rows(self) -> int:
-        return sum(last - first for first, last in self.stretches)
+        return sum(last - first for first, last in self.held_runs)
 
     @cached_property
     def start(self) -> int:
@@ -88,25 +88,25 @@ class SequenceShard:
         """Cut [B, tokens of the context rank] to the tokens whose hidden states are here."""
         return per_token[:, self.start : self.start + self.num_rows] if self.layout.rows_split else per_token
 
-    def own_columns(self, per_row: Tensor) -> Tensor:
+    def anchor_columns(self, per_row: Tensor) -> Tensor:
         """Cut [B, S] to the tokens whose terms are computed here."""
         if self.layout.rows_split or self.layout.tensor_size == 1:
             return per_row
         return per_row[:, self.start : self.layout.part_start(self.rank[1] + 1)]
 
-    def gathered_rows(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
+    def gather_rows(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
         """Return the rows that this rank's anchors meet, [B, N, D], at least float32; gradients go to their owners."""
         if self.tensor_group is not None and not self.layout.rows_split:
             rows_SBD = share_work(rows_SBD, self.tensor_group)
         if plan.travels and self.row_group is not None:
             rows, runs = exchange_rows(rows_SBD, plan, self.row_group), plan.needs
         else:
-            rows, runs = at_least_float32(rows_SBD), self.stretches
+            rows, runs = at_least_float32(rows_SBD), self.held_runs
         return Located(rows.transpose(0, 1), runs)
 
-    def gathered_rows_detached(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
+    def gather_rows_detached(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
         """Return the same rows in their own type and without a gradient."""
-        rows, runs = rows_SBD.detach(), self.stretches
+        rows, runs = rows_SBD.detach(), self.held_runs
         if plan.travels and self.row_group is not None:
             rows, runs = all_to_all_rows(rows, plan, self.row_group), plan.needs
         return Located(rows.transpose(0, 1), runs)
@@ -123,14 +123,14 @@ class SequenceShard:
         dist.all_reduce(whole, group=self.tensor_group)  # each number plus zeros: exact in any type and order
         return whole
 
-    def held(self, per_row: Tensor) -> Located:
+    def located(self, per_row: Tensor) -> Located:
         """Wrap [B, S, ...] of this rank's rows."""
-        return Located(per_row, self.stretches)
+        return Located(per_row, self.held_runs)
 
-    def whole(self, per_row: Tensor) -> Located:
+    def gather_all(self, per_row: Tensor) -> Located:
         """Gather numbers [B, S, ...] of this rank's rows into [B, T, ...] of all; no gradient."""
         if self.row_group is None:
-            return self.held(per_row)
+            return self.located(per_row)
         tokens = gather_tokens(per_row.transpose(0, 1), self.layout.gathered_order, self.row_group)
         return Located(tokens.transpose(0, 1), ((0, self.layout.length),))
 
@@ -143,16 +143,16 @@ class EveryKth:
     step: int
 
     @classmethod
-    def of_at_most(cls, number: int, num_sequences: int, shard: SequenceShard) -> EveryKth:
+    def at_most(cls, number: int, num_sequences: int, shard: SequenceShard) -> EveryKth:
         """Take at most about `number` tokens of the micro-batch, over all ranks that share its sequences."""
         return cls(shard, -(-num_sequences * shard.layout.length // number))
 
-    def taken(self, per_row: Tensor) -> Tensor:
+    def select(self, per_row: Tensor) -> Tensor:
         """Select from [B, S, ...] this rank's own tokens that are in the sample."""
-        columns = self.shard.own_columns(per_row)
+        columns = self.shard.anchor_columns(per_row)
         return torch.cat([columns[:, part] for part in self._slices(self.shard.rank)], dim=1)
 
-    def most_of_a_tensor_rank(self) -> int:
+    def max_per_tensor_rank(self) -> int:
         """Return the largest number of sampled tokens of a sequence on one tensor-parallel rank."""
         ranks = [(self.shard.rank[0], tensor_rank) for tensor_rank in range(self.shard.layout.tensor_size)]
         return max(sum(len(range(*part.indices(part.stop))) for part in self._slices(rank)) for rank in ranks)

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +117,7 @@ def model_seams() -> tuple[Seam, ...]:
     """Return the functions in which models compute their loss, GPTModel's first; MegatronSeamError if it has none."""
     seams: list[Seam] = []
     for forward in FORWARD_SEAMS:
-        with suppress(*([MegatronSeamError] if seams else [])):  # only GPTModel is in every release
+        with suppress(MegatronSeamError) if seams else nullcontext():  # only GPTModel is in every release
             # `_postprocess`, which schedule plans call without `forward`, or else `forward`, unless it is inherited.
             attributes, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
             seam = seam if seam.name in attributes else forward
@@ -218,7 +218,7 @@ def context_group(model: Any, packing: Any = None) -> Any:
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
     """Return the group of ranks that train on other sequences, with or without the context ranks."""
-    # 0.19's --tensor-parallel-num-weight-shards: in the global group alone are the ranks that share a weight so.
+    # 0.19's --tensor-parallel-num-weight-shards: only the global group has the ranks that share a weight this way.
     weight_shards = getattr(getattr(model, "pg_collection", None), "gtp_remat", None)
     model = None if weight_shards is not None and weight_shards.size() > 1 else model
     name = "dp_cp" if with_context else "dp"

@@ -29,22 +29,22 @@ _WITH_FLAGS: tuple[tuple[compat.Seam, Wrapper], ...] = (
 
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     """Wrap Megatron's functions; see `simreg_megatron.install`."""
-    before = installation.installed()
+    existing = installation.installed()
     notices.refuse(
-        (before is not None and before.given_config != config,
+        (existing is not None and existing.given_config != config,
          "SimReg is installed with other settings already: call uninstall() first"),
         (models is not None and config is None,
          "models are checked against settings: pass both, install(config=..., models=...)"),
     )  # fmt: skip
-    if config is not None and before is None:
+    if config is not None and existing is None:
         refuse_idle_settings(config)
     try:
-        if before is None:
+        if existing is None:
             _install(config)
         if models is not None:
             loop.begin_run(models)
     except BaseException:  # all of it or nothing
-        if before is None:
+        if existing is None:
             uninstall()
         raise
 
@@ -80,7 +80,7 @@ def _install(config: SimRegConfig | None) -> None:
         )
     seams = seams_to_wrap(with_flags=config is None)
     new = Installation(config, model.catch_inner_states)
-    installation.keep(new)
+    installation.set_current(new)
     new.model_classes = tuple(seam.holder() for seam in compat.model_seams())
     for seam, wrapper in seams:  # if one is missing, `install` restores the others
         new.wrap(seam.holder(), seam.name, wrapper)
@@ -95,10 +95,10 @@ def _install(config: SimRegConfig | None) -> None:
 
 def uninstall() -> None:
     """Restore every wrapped function; see `simreg_megatron.uninstall`."""
-    before = installation.installed()
-    if before is not None:
-        before.unwrap_all()
-        if before.clipping is not None:
-            before.clipping.detach()
-        installation.keep(None)
+    existing = installation.installed()
+    if existing is not None:
+        existing.unwrap_all()
+        if existing.clipping is not None:
+            existing.clipping.detach()
+        installation.set_current(None)
         notices.forget()

@@ -20,8 +20,8 @@ Wrapper = Callable[..., Any]  # given the original function and the arguments of
 class Installation:
     """The settings, the wrapped functions, and the models that have passed them.
 
-    Without `config` the settings are Megatron's flags, once these are parsed. `decoder_wrapper` is for the decoder's
-    `forward`, where the settings name states inside.
+    Without `config` the settings are Megatron's flags, once these are parsed. `decoder_wrapper` wraps the decoder's
+    `forward` if the settings name states inside it.
     """
 
     def __init__(self, config: SimRegConfig | None, decoder_wrapper: Wrapper) -> None:
@@ -29,16 +29,16 @@ class Installation:
         self.clipping: Clipping | None = None
         self.paused = False  # while true, models train as plain Megatron trains them
         self.model_classes: tuple[Any, ...] = ()
-        self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have computed a loss with labels
-        self.passed: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward pass called a wrapped function
-        self.entered: weakref.WeakSet[Any] = weakref.WeakSet()  # that are inside a wrapped function now
+        self.had_labels: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have computed a loss with labels
+        self.called: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward pass called a wrapped function
+        self.inside: weakref.WeakSet[Any] = weakref.WeakSet()  # that are inside a wrapped function now
         self.loss_masks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """By language model inside another model, which may keep the mask to itself; None once it is used."""
+        """Loss mask by language model inside another model, which may not pass it on; None once it is used."""
         self.watches: list[Any] = []  # handles of the hooks on models
         self._decoder_wrapper = decoder_wrapper
         self._regularizer: Regularizer | None = None
         self._originals: list[tuple[Any, str, Any, Any]] = []  # holder, name, Megatron's function, ours
-        self._over = False
+        self._is_uninstalled = False
 
     def regularizer(self) -> Regularizer:
         """Return the regularizer, made at first use: Megatron's flags are parsed by then."""
@@ -56,13 +56,13 @@ class Installation:
 
     def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
         """Wrap a function once. A wrapper that is still held after `uninstall()` calls the original."""
-        if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
+        if any(entry[:2] == (holder, name) for entry in self._originals):
             return
         original = getattr(holder, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if self._over else wrapper(original, *args, **kwargs)
+            return original(*args, **kwargs) if self._is_uninstalled else wrapper(original, *args, **kwargs)
 
         setattr(holder, name, wrapped)
         self._originals.append((holder, name, original, wrapped))
@@ -76,7 +76,7 @@ class Installation:
                 )
         for holder, name, original, _ in self._originals:
             setattr(holder, name, original)
-        self._over = True
+        self._is_uninstalled = True
         for watch in self.watches:
             watch.remove()
 
@@ -95,7 +95,7 @@ def current() -> Installation:
     return _installation
 
 
-def keep(new: Installation | None) -> None:
+def set_current(new: Installation | None) -> None:
     global _installation
     _installation = new
 

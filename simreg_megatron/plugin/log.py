@@ -68,7 +68,7 @@ def report(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]:
     """Reduce the means over the ranks that saw SimReg, a collective; what is only measured is gone afterwards."""
     regularizer, group = installation.regularizer(), compat.data_group(model, with_context=True)
-    means = regularizer.metrics.reduce(group, reset=reset or not regularizer.trains)
+    means = regularizer.metrics.reduce(group, reset=reset or not regularizer.trains_now)
     return means | regularizer.lambdas() if means else {}
 
 

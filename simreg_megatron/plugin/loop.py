@@ -95,7 +95,7 @@ def make_ready(model_chunks: Any, settings: Any, micro_batch_size: int | None, s
     inside = set(models) - set(compat.unwrapped(model_chunks))
     installation.current().loss_masks |= dict.fromkeys(inside)  # such a one may count labels of images without a mask
     if refusals.is_whole_graph(settings):
-        regularizer.strength.repeats, regularizer.metrics.has_geometry = True, False
+        regularizer.strength.is_captured, regularizer.metrics.has_geometry = True, False
         log_once(f"SimReg: no geometry is measured with {refusals.WHOLE_GRAPH}; the log has its loss and lambda")
     if micro_batch_size and seq_length:
         choose_impl(config, models, micro_batch_size, seq_length)
@@ -112,7 +112,7 @@ def make_ready(model_chunks: Any, settings: Any, micro_batch_size: int | None, s
 
 
 def choose_impl(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
-    """Let all ranks take the implementation of SimReg that is right (see `trial`), on GPUs where `auto` is asked for.
+    """On GPUs with impl "auto": let all ranks choose the same implementation, if it is right on all (see `trial`).
 
     A collective over all ranks, those without hidden states of SimReg included. `seq_length` is over all ranks, too.
     """
@@ -166,8 +166,8 @@ def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Call Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
-    records = (("SimReg", flags.OF_SIMREG, flags.config_from_args), ("AdaGC", flags.OF_ADAGC, flags.adagc_from_args))
-    for name, its_flags, read in records:
+    both = (("SimReg", flags.SIMREG_FLAGS, flags.config_from_args), ("AdaGC", flags.ADAGC_FLAGS, flags.adagc_from_args))
+    for name, its_flags, read in both:
         try:
             for difference in flags.differences(its_flags, read, checkpoint_args, compat.arguments()):
                 log_once(f"SimReg: {difference}")

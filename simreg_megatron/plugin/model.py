@@ -2,7 +2,7 @@
 """Wrappers of functions of the model: its loss, constructor and decoder.
 
 A model whose class overrides or replaces the wrapped functions would train without SimReg and say nothing. Megatron's
-own loop is checked for that after each step; each model is, at the end of its forward pass.
+own loop is checked for that after each step, and each model at the end of its forward pass.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from simreg_megatron.plugin.term import Terms
 
 
 def regularize(postprocess: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the function of a model that is given its final hidden states and the labels, and returns the loss."""
+    """Call a model's `_postprocess`, and add SimReg's gradient to the loss that it returns."""
     state = installation.installed()
-    if state is None or model in state.entered:  # in a wrapper kept since `uninstall()`; in that of a parent class
+    if state is None or model in state.inside:  # uninstalled since; or a parent class's wrapper, called in its own
         return postprocess(model, *args, **kwargs)
-    state.passed.add(model)
+    state.called.add(model)
     if not _is_active(state, model):
         return postprocess(model, *args, **kwargs)
     arguments = compat.named_arguments(postprocess, model, *args, **kwargs) if args else kwargs
-    state.entered.add(model)
+    state.inside.add(model)
     try:
         run = functools.partial(postprocess, model, *args, **kwargs)
         loss, terms = _in_order(model, run, lambda: _terms(state, model, arguments, arguments["hidden_states"]))
     finally:
-        state.entered.discard(model)
+        state.inside.discard(model)
     return state.regularizer().add_to(loss, terms)
 
 
 def regularize_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `forward` of a model that computes its loss there: hook its decoder, whose output is hidden states."""
     state = installation.current()
-    state.passed.add(model)
+    state.called.add(model)
     if not _is_active(state, model):
         return forward(model, *args, **kwargs)
     arguments = compat.named_arguments(forward, model, *args, **kwargs)
@@ -94,9 +94,9 @@ def _is_active(state: Installation, model: Any) -> bool:
 
 
 def _terms(state: Installation, model: Any, arguments: dict[str, Any], hidden_states: Any) -> Terms | None:
-    """Compute the terms of a micro-batch from its hidden states [S, B, D]; `given` has the call's other arguments."""
+    """Compute the terms of a micro-batch from hidden states [S, B, D] and the other `arguments` of the wrapped call."""
     labels, regularizer = arguments.get("labels"), state.regularizer()
-    if arguments.get("inference_context") is not None or (labels is None and model in state.met):
+    if arguments.get("inference_context") is not None or (labels is None and model in state.had_labels):
         regularizer.inner_states.forget(model)  # one that had labels before may be asked for its logits, too
         return None
     if labels is None:
@@ -104,13 +104,13 @@ def _terms(state: Installation, model: Any, arguments: dict[str, Any], hidden_st
             f"this {type(model).__name__} trains without labels, so its loss is computed elsewhere, where "
             f"SimReg cannot add its term: pass labels to the model, {WAY_OUT}"
         )
-    state.met.add(model)
+    state.had_labels.add(model)
     if arguments.get("output_processor") is not None:
         raise NotImplementedError(OTHER_LOSS)
     loss_mask = arguments.get("loss_mask")
     if model in state.loss_masks:
-        kept, state.loss_masks[model] = state.loss_masks[model], None
-        loss_mask = kept if loss_mask is None else loss_mask
+        stored, state.loss_masks[model] = state.loss_masks[model], None
+        loss_mask = stored if loss_mask is None else loss_mask
         if loss_mask is None:  # its labels alone do not say: LLaVA's last position of an image has one
             raise NotImplementedError(
                 f"this {type(model).__name__} lies inside a multimodal model and is given no loss mask, so SimReg "
@@ -120,18 +120,18 @@ def _terms(state: Installation, model: Any, arguments: dict[str, Any], hidden_st
 
 
 def keep_loss_mask(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call what makes (states, labels, loss mask, ...) for a language model, which is then given no mask."""
-    made = function(model, *args, **kwargs)
+    """Call a function that returns (states, labels, loss mask, ...): keep the mask, which the language model lacks."""
+    outputs = function(model, *args, **kwargs)
     if model.language_model is not None:
-        installation.current().loss_masks[compat.language_models(model)[0]] = made[2]
-    return made
+        installation.current().loss_masks[compat.language_models(model)[0]] = outputs[2]
+    return outputs
 
 
 def catch_inner_states(forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the decoder's `forward`: keep the states that will be trained on or measured."""
     state = installation.current()
     regularizer = state.regularizer()
-    if not (_is_active(state, decoder) and regularizer.computes):
+    if not (_is_active(state, decoder) and regularizer.computes_now):
         return forward(decoder, *args, **kwargs)
     refuse_decoder(regularizer.config, decoder)
     return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)
@@ -145,15 +145,15 @@ def watch(model: Any) -> None:
 
 def watch_built(classes: tuple[type, ...]) -> None:
     """Watch the models that were built before `install()`, too."""
-    for known in gc.get_objects():
-        if issubclass(type(known), classes):
-            watch(known)
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), classes):
+            watch(candidate)
 
 
 def check_forward(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `forward`: models that are called without their hooks are checked, too."""
     state = installation.current()
-    state.passed.discard(model)
+    state.called.discard(model)
     output = forward(model, *args, **kwargs)
     _refuse_bypass(state, model)
     return output
@@ -163,11 +163,11 @@ def _check_call(model: Any, *_: Any) -> None:
     state = installation.installed()
     if state is not None:
         _refuse_bypass(state, model)
-        state.passed.discard(model)
+        state.called.discard(model)
 
 
 def _refuse_bypass(state: Installation, model: Any) -> None:
-    if model not in state.passed and _is_active(state, model):
+    if model not in state.called and _is_active(state, model):
         raise NotImplementedError(
             f"this {type(model).__name__} ended a training forward pass without calling the function that SimReg "
             f"wraps, {compat.MODEL_SEAM.path}: make the _postprocess or forward in its place call it, {WAY_OUT}"

@@ -117,7 +117,7 @@ def _refuse_rows(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> Non
 
 
 def refuse_settings(args: Any, config: SimRegConfig) -> None:
-    """Refuse what Megatron's flags and the configuration of its models call by the same names."""
+    """Refuse settings that have one name among Megatron's flags and in its model configuration."""
     if is_whole_graph(args):
         _refuse_rows(_IN_WHOLE_GRAPHS, args, config)
     if config.looks_inside:
@@ -242,20 +242,20 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
             f"SimReg sees only the final states of a {type(decoder).__name__}: drop --simreg-layers and "
             "--simreg-placement"
         )
-    here, settings = [layer.layer_number for layer in decoder.layers], decoder.config
+    on_stage, settings = [layer.layer_number for layer in decoder.layers], decoder.config
     is_grouped = settings.recompute_granularity == "full" and settings.recompute_method == "uniform"
     # Full recompute keeps what enters each group of layers; "block" recomputes layer by layer.
     size = settings.recompute_num_layers if is_grouped else 1
     for number in config.layer_numbers:
-        last = here[-1] if here else number
-        place = here.index(number) + 1 if number in here else size
+        last = on_stage[-1] if on_stage else number
+        place = on_stage.index(number) + 1 if number in on_stage else size
         end = min(number - place % size + size, last)  # of its group; inside one, the forward pass has no graph
         if number > last:
             raise ValueError(f"--simreg-layers {number} is beyond the model, whose last layer is {last}: name others")
         refuse(
-            (number not in here,
+            (number not in on_stage,
              f"--simreg-layers {number} lies on an earlier pipeline stage than the loss, which has layers "
-             f"{f'{here[0]} to {last}' if here else 'none'}: name layers of that stage, or use fewer stages"),
+             f"{f'{on_stage[0]} to {last}' if on_stage else 'none'}: name layers of that stage, or use fewer stages"),
             (place % size and number != last,
              f"--simreg-layers {number} lies inside a group of {size} layers that full recompute runs as one: name the "
              f"group's last layer, {end}, or set --recompute-num-layers 1 or --recompute-method block"),

@@ -26,7 +26,7 @@ from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.sequence import chunk_views, objective_terms, simreg_over_ranks
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.refusals import OTHER_LOSS
-from simreg_megatron.plugin.tokens import InnerStates, Reader, Tokens
+from simreg_megatron.plugin.tokens import InnerStates, MicroBatch, MicroBatchReader
 
 _NOT_FINITE = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "
@@ -46,7 +46,7 @@ class Strength:
         self.config = config
         self.factor: Tensor | None = None  # of lambda, 0-d on the device; None while lambda is constant
         self.is_off = False  # in this step, as the settings say
-        self.repeats = False  # one step is captured and replayed: none may leave anything out
+        self.is_captured = False  # one step is captured and replayed: none may leave anything out
         self.follows_iterations = False  # set once a training loop passes the iteration
         self.iteration = 0  # without one: micro-batches so far
         self.hidden_size, self.lambdas = 0, [0.0] * len(config.parts)  # of the model; of each objective, for its width
@@ -65,7 +65,7 @@ class Strength:
         self.factor.fill_(schedule.factor(iteration, num_iterations))
         # Learned scalars need a (possibly zero) gradient in every step: Megatron's DDP waits for it.
         is_out = schedule.is_off(iteration, num_iterations) and not wanted(self.config)
-        self.is_off = self.is_off or (is_out and not self.repeats)
+        self.is_off = self.is_off or (is_out and not self.is_captured)
 
     def set_hidden_size(self, hidden_size: int) -> None:
         """Find lambda for a model of this width."""
@@ -112,28 +112,28 @@ class Regularizer:
 
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
-        self.reader = Reader(config)
+        self.reader = MicroBatchReader(config)
         self.inner_states = InnerStates(config)
         self.metrics = Metrics(config)
         self.strength = Strength(config)
         self.has_seen_model = False  # set by the first micro-batch with labels
-        self._is_sent, self.is_reached = False, False  # a term was sent with a loss; a gradient came back to it
+        self._has_sent_term, self.has_gradient_arrived = False, False  # a term with a loss; a gradient for it
 
     @property
-    def trains(self) -> bool:
+    def trains_now(self) -> bool:
         """Return whether this step's term adds to the gradient."""
         return self.config.trains and not self.strength.is_off
 
     @property
-    def computes(self) -> bool:
+    def computes_now(self) -> bool:
         """Return whether this step computes terms: if it trains on them, or if it is a log step."""
-        return self.trains or self.metrics.wants_geometry
+        return self.trains_now or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
         self.strength.set_iteration(iteration, num_iterations)
 
     def lambdas(self) -> dict[str, Tensor]:
-        """Return the weight of each objective in this step by its name in the log; empty while all are constant."""
+        """Return lambda of each objective in this step by its name in the log; empty while all are constant."""
         if (factor := self.strength.factor) is None:
             return {}
         each = zip(self.config.parts, self.strength.lambdas, strict=True)
@@ -154,7 +154,7 @@ class Regularizer:
                 "SimReg only measures here, in steps that the training loop names, and this one names none: call "
                 "simreg_megatron.loop.begin_step(step, measures=True) before each step to measure, or drop SimReg"
             )
-        if not self.computes:
+        if not self.computes_now:
             return None
         with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
@@ -162,15 +162,15 @@ class Regularizer:
             states: dict[Any, Tensor] = {"final": main_states}
             if self.config.looks_inside:
                 states = self.inner_states.take(model, main_states)
-            with torch.set_grad_enabled(self.trains):
+            with torch.set_grad_enabled(self.trains_now):
                 parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
-            last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
+            last, views = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
             terms = [part.terms.detach() for part in parts]
-            totals = self.metrics.observe(terms, described, last, tokens.valid, shard, [part.learned for part in parts])
+            totals = self.metrics.observe(terms, views, last, tokens.valid, shard, [part.learned for part in parts])
             self.strength.count_micro_batch()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
-        if not self.trains:
+        if not self.trains_now:
             return Terms([], labels, shard.start)
         weighted = zip((part.terms for part in parts), totals, self.strength.weights(), strict=True)
         return Terms(list(weighted), labels, shard.start)
@@ -182,9 +182,9 @@ class Regularizer:
         if loss_BT.shape != terms.labels.shape:
             raise NotImplementedError(OTHER_LOSS)
         for of_objective, total, weight in terms.weighted:
-            # Stop the step, without a host sync, if SimReg alone fails: a NaN or inf in one number is one in the sum.
-            # A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other
-            # ranks' states may be lost through these, whose own loss is not finite then.
+            # For bools `>=` is implication: a finite loss needs a finite total, else the step stops, with no host sync.
+            # A loss that is not finite is left to Megatron, which stops or reruns the step: another rank's bad states
+            # may reach these terms, but then that rank's own loss is not finite.
             of_loss = loss_BT.detach().sum(dtype=total.dtype)
             torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)
             if loss_BT.requires_grad:  # a teacher's loss trains nothing
@@ -193,15 +193,15 @@ class Regularizer:
                         "SimReg cannot train here: the hidden states were computed without a graph (all parameters "
                         "before the output layer are frozen). Train some of those, or set --simreg-lambda 0"
                     )
-                self._is_sent = True
-                if not self.is_reached:
-                    of_objective.register_hook(lambda _: setattr(self, "is_reached", True))
+                self._has_sent_term = True
+                if not self.has_gradient_arrived:
+                    of_objective.register_hook(lambda _: setattr(self, "has_gradient_arrived", True))
             loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
         return loss_BT
 
     def check_gradient_arrived(self, model_chunks: Any) -> None:
         """Raise NotImplementedError or MegatronSeamError if a step passed SimReg by; call it after each step."""
-        if self._is_sent and not self.is_reached:
+        if self._has_sent_term and not self.has_gradient_arrived:
             raise NotImplementedError(
                 "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model "
                 "returned. Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
@@ -213,7 +213,7 @@ class Regularizer:
                     "SimReg wraps: make its override call super(), or set --simreg-lambda 0"
                 )
 
-    def _part(self, config: SimRegConfig, model: Any, tokens: Tokens, states: list[Tensor]) -> _Part:
+    def _part(self, config: SimRegConfig, model: Any, tokens: MicroBatch, states: list[Tensor]) -> _Part:
         """Compute the terms of one objective, summed over its states and averaged over their prefixes."""
         shard, wants_log = tokens.shard, self.metrics.wants_geometry
         if config.through_head:
@@ -225,22 +225,22 @@ class Regularizer:
         views = [self._views(config, tokens, rows) for rows in prefixed]
         learned = learned_scalars(config, model, shard.tensor_group) if config.trains_scalars else {}
         exponents = (learned["query"], learned["key"]) if "query" in learned else None
-        length, data_group = tokens.sample_length, functools.partial(compat.data_group, model)
-        of_states = [
+        length, replicas = tokens.sample_length, functools.partial(compat.data_group, model)
+        terms_of_states = [
             simreg_over_ranks(config, shard, rows, its_views, sample_length=length, exponents=exponents)
             if config.is_simreg
-            else objective_terms(config, its_views, shard, learned, self.strength.iteration, data_group)
+            else objective_terms(config, its_views, shard, learned, self.strength.iteration, replicas)
             for rows, its_views in zip(prefixed, views, strict=True)
         ]
-        terms = functools.reduce(torch.add, of_states)
+        terms = functools.reduce(torch.add, terms_of_states)
         if prefixes:
             terms = terms / len(prefixes)
-        shown = views[-1]
+        log_views = views[-1]
         if config.sends_no_rows or config.record.relabels or prefixes:  # the log describes whole states, in chunks
-            shown = self._views(config, tokens, states[-1], for_log=True) if wants_log else []
-        return _Part(terms, shown, learned)
+            log_views = self._views(config, tokens, states[-1], for_log=True) if wants_log else []
+        return _Part(terms, log_views, learned)
 
-    def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
+    def _views(self, config: SimRegConfig, tokens: MicroBatch, states: Tensor, *, for_log: bool = False) -> list[View]:
         masks_documents = tokens.documents is not None and "document_mask" not in config.idle_settings
         return chunk_views(
             config,

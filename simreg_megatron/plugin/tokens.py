@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch on this rank: which part of their sequences its tokens are, which count; states inside the decoder.
+"""One micro-batch on this rank: its part of each sequence, the tokens that count, and states inside the decoder.
 
 Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden.
 """
@@ -27,7 +27,7 @@ from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.refusals import packs_pretraining, refuse_cut, refuse_rows
 
 
-class Tokens(NamedTuple):
+class MicroBatch(NamedTuple):
     """The tokens of one micro-batch that an objective may ask for."""
 
     shard: SequenceShard
@@ -41,36 +41,36 @@ class Tokens(NamedTuple):
     sample_length: int | None  # tokens in a sample, where a row packs several
 
 
-class Reader:
+class MicroBatchReader:
     """Finds the tokens of micro-batches. What their shape decides is checked and computed once for each shape."""
 
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
         self.end_of_document: int | None = None  # token id, where Megatron has a tokenizer
-        self._shards: dict[tuple[Any, ...], tuple[SequenceShard, Any, Any]] = {}  # with the groups, by whose id
+        self._shards: dict[tuple[Any, ...], tuple[SequenceShard, Any, Any]] = {}  # with the groups whose ids are keys
 
-    def read(self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packing: Any = None) -> Tokens:
+    def read(self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packed: Any = None) -> MicroBatch:
         """Find this rank's tokens; a collective where an objective asks for the output layer's rows.
 
         `hidden_states` [S, B, D] may be followed by those of multi-token-prediction depths, which are left out; labels
-        and loss mask are [B, T], `packing` Megatron's `packed_seq_params`.
+        and loss mask are [B, T], `packed` Megatron's `packed_seq_params`.
         """
-        tp, cp = compat.tensor_group(model), compat.context_group(model, packing)
-        sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
-        key = labels.shape, width, packing is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
+        tp, cp = compat.tensor_group(model), compat.context_group(model, packed)
+        sample_length, width = getattr(packed, "tokens_per_sample", None), hidden_states.shape[-1]
+        key = labels.shape, width, packed is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
         if key not in self._shards:
             replicas = functools.partial(compat.data_group, model)
-            refuse_rows(self.config, width, len(labels), replicas, packed=packing is not None)
+            refuse_rows(self.config, width, len(labels), replicas, packed=packed is not None)
             self._shards[key] = shard_of(model, labels, cp), tp, cp
             _describe_chunks(self.config, self._shards[key][0], sample_length)
         shard = self._shards[key][0]
-        padded = getattr(packing, "cu_seqlens_q_padded", None)
-        cu_seqlens: Any = getattr(packing, "cu_seqlens_q", None) if padded is None else padded
-        if packing is not None and cp.size() > 1:
+        padded = getattr(packed, "cu_seqlens_q_padded", None)
+        cu_seqlens: Any = getattr(packed, "cu_seqlens_q", None) if padded is None else padded
+        if packed is not None and cp.size() > 1:
             is_hybrid = cp is not compat.context_group(model)
-            refuse_cut(packing, sample_length, is_hybrid=is_hybrid, rows_split=shard.layout.rows_split)
+            refuse_cut(packed, sample_length, is_hybrid=is_hybrid, rows_split=shard.layout.rows_split)
             how: dict[str, Any] = {"contiguous": True}
-            if getattr(packing, "cp_partition_mode", None) != "contiguous":
+            if getattr(packed, "cp_partition_mode", None) != "contiguous":
                 # Some end in copies of the last. This waits for the device, as Megatron's scripts do for max_seqlen.
                 how = {"cu_seqlens": tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))}
             shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, **how))
@@ -92,15 +92,15 @@ class Reader:
                 )
             documents = EndTokens(self.end_of_document)
         main_states = main_hidden_states(hidden_states, shard)
-        own_labels, own_valid = shard.held_columns(labels), shard.held_columns(valid)
-        return Tokens(shard, own_labels, own_valid, labels, valid, main_states, heads, documents, sample_length)
+        held_labels, held_valid = shard.held_columns(labels), shard.held_columns(valid)
+        return MicroBatch(shard, held_labels, held_valid, labels, valid, main_states, heads, documents, sample_length)
 
 
 class InnerStates:
     """States inside the decoder of the stage that computes the loss: outputs of layers, and what enters the final norm.
 
-    They are caught as what the next layer is given, which is in the graph also where activations are recomputed, and
-    kept until the loss is computed.
+    Each is caught as the input of the next layer, which is in the graph even if activations are recomputed, and kept
+    until the loss is computed.
     """
 
     def __init__(self, config: SimRegConfig) -> None:

@@ -138,7 +138,7 @@ def _watch(outcome: Outcome, plain: bool) -> None:
 
     def noted_iteration(self: Any, *args: Any, **kwargs: Any) -> None:
         set_iteration(self, *args, **kwargs)
-        outcome.strength.append(installation.regularizer().trains)
+        outcome.strength.append(installation.regularizer().trains_now)
 
     log.add_to_console = noted_console
     Regularizer.terms = noted_terms  # type: ignore[method-assign]

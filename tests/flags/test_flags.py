@@ -22,8 +22,8 @@ def test_every_combination_trains_or_is_refused_in_a_sentence(batch: int, tmp_pa
 
 
 def test_every_flag_of_ours_is_in_the_space() -> None:
-    from simreg_megatron.config.flags import OF_ADAGC, OF_SIMREG
+    from simreg_megatron.config.flags import ADAGC_FLAGS, SIMREG_FLAGS
 
     of_objectives = {"--simreg-objective", "--simreg-objective-options"}  # drawn by the objectives' records
-    assert set(ours.VALUES) | of_objectives == {flag.name for flag in OF_SIMREG}
-    assert set(ours.ADAGC) == {flag.name for flag in OF_ADAGC}
+    assert set(ours.VALUES) | of_objectives == {flag.name for flag in SIMREG_FLAGS}
+    assert set(ours.ADAGC) == {flag.name for flag in ADAGC_FLAGS}

@@ -90,7 +90,7 @@ def test_every_way_back(impl: str, way: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(kernels, "LONGEST_KEPT", 0)
         monkeypatch.setattr(kernels, "PANEL", 4096 if way == "both sides" else 700)
     if way != "kept":
-        limit(monkeypatch, "cuda", kept=0)
+        limit(monkeypatch, "cuda", saved=0)
     if way == "panels":
         small_regions(monkeypatch)
     rows, labels = tokens(2500, 2048, torch.bfloat16)  # few enough that their exponentials can be kept

@@ -73,7 +73,7 @@ def other_ranks_dropped() -> None:
     """Backwards, what the tokens of other ranks do to those of this rank is lost."""
     from simreg_megatron.parallel.shard import Located, SequenceShard
 
-    whole = SequenceShard.whole
+    whole = SequenceShard.gather_all
 
     def own_pull_alone(self: Any, per_row: Tensor) -> Located:
         found = whole(self, per_row)
@@ -82,7 +82,7 @@ def other_ranks_dropped() -> None:
         owners = whole(self, torch.full_like(per_row, self.row_group.rank())).values
         return Located(torch.where(owners == self.row_group.rank(), found.values, 0.0), found.runs)
 
-    SequenceShard.whole = own_pull_alone
+    SequenceShard.gather_all = own_pull_alone
 
 
 def shared_work_not_summed() -> None:

@@ -35,7 +35,7 @@ def every_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(simreg, "chosen_impl", chosen)
     if request.param.endswith("of 3"):
         limit(monkeypatch, side=3)
-        limit(monkeypatch, kept=0, work=2048)  # a few chunks at a time
+        limit(monkeypatch, saved=0, work=2048)  # a few chunks at a time
     if request.param == "panels of 3":
         small_regions(monkeypatch)
     return request.param

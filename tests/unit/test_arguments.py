@@ -14,8 +14,8 @@ from simreg_megatron.config.flags import adagc_from_args, add_simreg_arguments, 
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.plugin import installation, loop
 
-differences_to_checkpoint = partial(ours.differences, ours.OF_SIMREG, config_from_args)
-adagc_differences = partial(ours.differences, ours.OF_ADAGC, adagc_from_args)
+differences_to_checkpoint = partial(ours.differences, ours.SIMREG_FLAGS, config_from_args)
+adagc_differences = partial(ours.differences, ours.ADAGC_FLAGS, adagc_from_args)
 
 
 def parser() -> argparse.ArgumentParser:

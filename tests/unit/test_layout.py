@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan
+from simreg_megatron.parallel.layout import ChunkRules, ShardLayout, row_plan
 from simreg_megatron.parallel.sequence import EndTokens, PackedLengths
 from tests.distributed.test_packed import thd_get_partitioned_indices
 
@@ -43,8 +43,8 @@ def test_what_all_ranks_hold_restores_the_sequence(layout: ShardLayout) -> None:
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
-@pytest.mark.parametrize("cutting", [Cutting(0), Cutting(8), Cutting(20), Cutting(20, sample_length=32)], ids=str)
-def test_every_chunk_that_a_rank_needs_arrives_whole_and_in_order(layout: ShardLayout, cutting: Cutting) -> None:
+@pytest.mark.parametrize("cutting", [*map(ChunkRules, (0, 8, 20)), ChunkRules(20, sample_length=32)], ids=str)
+def test_every_chunk_that_a_rank_needs_arrives_whole_and_in_order(layout: ShardLayout, cutting: ChunkRules) -> None:
     size = cutting.chunk_size or 96
     sample = cutting.sample_length or 96
     for rank in ranks(layout):

@@ -67,13 +67,13 @@ def data_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
     ranks = One()
     monkeypatch.setattr(Model, "data_ranks", ranks)
     yield ranks
-    installation.keep(None)
+    installation.set_current(None)
 
 
 def installed(**settings: Any) -> None:
     made = installation.Installation(SimRegConfig(**{"lambda_": 1} | settings), lambda config: ())
     made.model_classes = (Model,)
-    installation.keep(made)
+    installation.set_current(made)
 
 
 def train(model: Model, num_sequences: int = 2, packed: object = None) -> None:
@@ -210,7 +210,7 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
     monkeypatch.setattr(Clipping, "attach", lambda *given: attached.append(given))
     for module, name in ((plugin_loop, "choose_impl"), (plugin_loop, "open_row_group"), (refusals, "refuse_models")):
         monkeypatch.setattr(module, name, lambda *given: None)
-    installation.keep(installation.Installation(None, lambda config: ()))
+    installation.set_current(installation.Installation(None, lambda config: ()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plugin_loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))

@@ -9,7 +9,7 @@ from benchmarks import records, scale
 from benchmarks.fake_ranks import Layout
 from benchmarks.records import RESULTS
 from benchmarks.scale import LAYOUTS, Case, described, memory_of, sent_by, sent_by_all
-from simreg_megatron.parallel.layout import Cutting, row_plan
+from simreg_megatron.parallel.layout import ChunkRules, row_plan
 from tests.helpers.old_torch import OLD_TORCH
 from tests.helpers.quick import quick
 
@@ -77,5 +77,5 @@ def test_recommended_chunks_send_nothing(layout: Layout, length: int) -> None:
     case = Case(layout, 1, length, 1024, chunk=length // parts)
     assert sent_by(case, (0, 0)).calls == []
     for rank in layout.ranks_of_a_sequence:
-        assert not row_plan(case.shard, rank, Cutting(case.chunk)).travels
-        assert row_plan(case.shard, rank, Cutting(2 * case.chunk)).travels, "and it is the largest"
+        assert not row_plan(case.shard, rank, ChunkRules(case.chunk)).travels
+        assert row_plan(case.shard, rank, ChunkRules(2 * case.chunk)).travels, "and it is the largest"

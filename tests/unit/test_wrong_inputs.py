@@ -214,7 +214,7 @@ VALUES = """
 --auto-resume | a run that can resume (--auto-resume, and every submitted one) needs --output DIR
 --load none | --load none: there is no complete checkpoint: give the folder that --save named
 """
-OF_SIMREG = """
+SIMREG_FLAGS = """
 --simreg-temperature 0 | the SimReg temperature must be a number from 0.0001 to 10000, not 0.0
 --simreg-layers 0 | SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not '0'
 --simreg-chunk-size 1 | SimReg chunk size must be 0, or 2 or more, not 1
@@ -256,7 +256,7 @@ def test_values_and_pairs_of_flags(words: str, sentence: str, ask: Ask) -> None:
     refused(ask, f"llama {words}", sentence)
 
 
-@pytest.mark.parametrize(("words", "sentence"), rows(OF_SIMREG))
+@pytest.mark.parametrize(("words", "sentence"), rows(SIMREG_FLAGS))
 def test_values_of_simreg(words: str, sentence: str, ask: Ask) -> None:
     refused(ask, f"llama --simreg-lambda 1 {words}", sentence)
 
