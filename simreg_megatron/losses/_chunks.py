@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.kernels.contrast import Span
 from simreg_megatron.notices import refuse
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch compares and sorts no others
 NO_LABEL = -1  # of filling and of tokens left out; no usable token has it
-
-Span = tuple[int, int]  # first position and one past the last
 
 
 class Block(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import ForwardResult, Kernels, Saved, Tokens, without_spent_pairs
+from simreg_megatron.kernels.contrast import ForwardResult, Kernels, Saved, Span, Tokens, without_spent_pairs
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.losses.roles import TokenRoles
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
@@ -36,7 +36,7 @@ class View(NamedTuple):
     labels: Tensor  # [B, K]
     usable: Tensor  # [B, K] bool
     documents: Tensor | None  # [B, K]
-    anchors: Run  # positions inside K
+    anchors: Span  # positions inside K
     roles: TokenRoles  # of the anchors, [B, A]
     heads: Tensor | None = None  # [B, K, D], the output layer's row for each label, where states meet these
 
@@ -134,7 +134,7 @@ def _forward(
     return [kernels.finish(*sums, stretch.inside, tau) for sums, (_, stretch) in zip(local, parts, strict=True)]
 
 
-def _rectangles(view: View, stretch: Stretch, plan: RowPlan) -> list[tuple[Run, Run]]:
+def _rectangles(view: View, stretch: Stretch, plan: RowPlan) -> list[tuple[Span, Span]]:
     """Choose the pairs with anchors of other ranks that are computed here, by position in the chunk."""
     start, stop = (view.run[0] + place for place in stretch.tokens)
     if stop - start > stretch.length:  # several chunks hold nothing but anchors of this rank

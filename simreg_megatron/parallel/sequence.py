@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.kernels.contrast import Span
 from simreg_megatron.losses._anchored import anchored_terms, with_heads
 from simreg_megatron.losses._chunks import joined, nonzero_rows
 from simreg_megatron.losses.roles import TokenRoles, token_roles
@@ -243,5 +244,5 @@ def fast_impl(config: SimRegConfig, rows: Tensor | None = None) -> str | None:
     return impl if impl in FAST_IMPLS else None
 
 
-def _relative(run: Run, origin: Run) -> Run:
+def _relative(run: Run, origin: Run) -> Span:
     return run[0] - origin[0], run[1] - origin[0]
