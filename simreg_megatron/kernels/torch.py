@@ -53,8 +53,8 @@ class Plan(NamedTuple):
 
 
 class Tile(NamedTuple):
-    one: Span  # its rows
-    other: Span  # its columns
+    rows: Span
+    columns: Span
     left: Tensor  # f of the rows [m, r, d]
     right: Tensor  # f of the columns [m, s, d]
     pairs: Tensor | None  # place of its P [m, r, s]
@@ -102,7 +102,7 @@ class _Chunks:
     def __init__(self, rows: Tensor, saved: Saved, per_token: Sequence[Tensor], c: float, slab: Slab, room: Tensor):
         self.slab, self.rows, self.c, self._room = slab, rows[slab], c, room  # merged tile by tile: no copy of all rows
         num_chunks, first = rows.shape[0] * rows.shape[1], slab[0].start * rows.shape[1] + slab[1].start
-        self.numbers = own = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
+        self.chunk_slice = own = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
         self.ids, self.scale, self._bias, self._masked = (part.flatten(0, 1)[own] for part in per_token)
         self.documents = None if saved.documents is None else saved.documents.flatten(0, 1)[own]
         self.pairs = saved.pairs.view(num_chunks, -1)[own].view(-1) if saved.pairs.numel() else None
@@ -131,12 +131,12 @@ class _Chunks:
         negative = self._differs(tile, both[1]).mul_(exponentials)
         torch.sub(exponentials, negative, out=both[0])  # exact: one of the two is 0
         of_rows = both.sum(dim=-1)
-        return of_rows, of_rows if tile.one == tile.other else both.sum(dim=-2)
+        return of_rows, of_rows if tile.rows == tile.columns else both.sum(dim=-2)
 
     def weights(self, tile: Tile, coeffs: Tensor) -> Tensor:
         """Compute H_ij [m, r, s] from (a, -b) of all tokens [2, m, k]."""
         both, buffer = self._matrices(tile, 1, 2), self._matrices(tile, 0, 1)[0]
-        torch.add(coeffs[:, :, slice(*tile.one), None], coeffs[:, :, None, slice(*tile.other)], out=both)
+        torch.add(coeffs[:, :, slice(*tile.rows), None], coeffs[:, :, None, slice(*tile.columns)], out=both)
         factors = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
         return factors.mul_(self._exponentials(tile, buffer) if tile.pairs is None else tile.pairs)
 
@@ -145,21 +145,21 @@ class _Chunks:
 
         Rows that are not usable count in a tile on the diagonal, whose columns are not summed.
         """
-        into.copy_(self._bias[:, None, slice(*tile.other)]).baddbmm_(tile.left, tile.right.mT)
-        if tile.one != tile.other:
-            into.add_(self._bias[:, slice(*tile.one), None] + 1.0 / self.c)
+        into.copy_(self._bias[:, None, slice(*tile.columns)]).baddbmm_(tile.left, tile.right.mT)
+        if tile.rows != tile.columns:
+            into.add_(self._bias[:, slice(*tile.rows), None] + 1.0 / self.c)
         # What would be subnormal is 0: it adds nothing to sums of at least 1, and a CPU computes it very slowly.
         least = math.log2(torch.finfo(into.dtype).tiny) + 8
         torch.threshold_(into, least, -math.inf).exp2_()
-        if tile.one == tile.other:
+        if tile.rows == tile.columns:
             into.diagonal(dim1=-2, dim2=-1).zero_()
-        if (numbers := self.documents) is not None:
-            into.masked_fill_(numbers[:, slice(*tile.one), None] != numbers[:, None, slice(*tile.other)], 0.0)
+        if (documents := self.documents) is not None:
+            into.masked_fill_(documents[:, slice(*tile.rows), None] != documents[:, None, slice(*tile.columns)], 0.0)
         return into
 
     def _differs(self, tile: Tile, into: Tensor) -> Tensor:
         """Write 1 where labels differ and 0 where they are equal, [m, r, s]."""
-        return torch.ne(self.ids[:, slice(*tile.one), None], self.ids[:, None, slice(*tile.other)], out=into)
+        return torch.ne(self.ids[:, slice(*tile.rows), None], self.ids[:, None, slice(*tile.columns)], out=into)
 
     def _matrices(self, tile: Tile, first: int, count: int) -> Tensor:
         shape = len(self.ids), tile.left.shape[1], tile.right.shape[1]
@@ -180,9 +180,9 @@ def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], coeffs: Tensor, reg
 
     for tile in chunks.tiles(steps):
         weights = chunks.weights(tile, coeffs)
-        at(tile.one).baddbmm_(weights, tile.right, beta=0 if is_one_tile else 1)
-        if tile.one != tile.other and region[0] <= tile.other[0] < region[1]:
-            at(tile.other).baddbmm_(weights.mT, tile.left)
+        at(tile.rows).baddbmm_(weights, tile.right, beta=0 if is_one_tile else 1)
+        if tile.rows != tile.columns and region[0] <= tile.columns[0] < region[1]:
+            at(tile.columns).baddbmm_(weights.mT, tile.left)
     left = tile.left
     del tile  # and its memory
     for one, _ in steps:  # from g to the gradient; 0 for rows that are not usable
@@ -201,22 +201,22 @@ class TorchKernels(Kernels):
         plan = plan_for(rows, anchors, by_document=saved.documents is not None)
         saved = saved._replace(pairs=saved.scale.new_empty(plan.num_saved if save else 0))
         if rectangles is None:
-            steps, mirrored, wanted = triangle(anchors, length, plan.side), anchors, slice(*anchors)
+            steps, mirrored, selected = triangle(anchors, length, plan.side), anchors, slice(*anchors)
         else:
-            own, mirrored, wanted = cut(anchors, plan.side), (0, length), slice(None)
+            own, mirrored, selected = cut(anchors, plan.side), (0, length), slice(None)
             steps = [(one, own[number:]) for number, one in enumerate(own)]
             steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
         # Pairs off the diagonal count for their columns, too, where these are mirrored.
         sums = torch.zeros(2, *saved.label_ids.shape, dtype=torch.float64, device=rows.device)
         with full_float32():
             for chunks in _slabs(rows, saved, temperature, plan):
-                of_slab = sums.flatten(1, 2)[:, chunks.numbers]
+                of_slab = sums.flatten(1, 2)[:, chunks.chunk_slice]
                 for tile in chunks.tiles(steps):
                     of_rows, of_columns = chunks.sums(tile)
-                    of_slab[:, :, slice(*tile.one)].add_(of_rows)
-                    if tile.one != tile.other and mirrored[0] <= tile.other[0] < mirrored[1]:
-                        of_slab[:, :, slice(*tile.other)].add_(of_columns)
-        return saved, sums[..., wanted]
+                    of_slab[:, :, slice(*tile.rows)].add_(of_rows)
+                    if tile.rows != tile.columns and mirrored[0] <= tile.columns[0] < mirrored[1]:
+                        of_slab[:, :, slice(*tile.columns)].add_(of_columns)
+        return saved, sums[..., selected]
 
     def finish(self, saved: Saved, sums: Tensor, anchors: Span, temperature: float) -> ForwardResult:
         label_ids, scale = saved.label_ids[..., slice(*anchors)], saved.scale[..., slice(*anchors)]
@@ -237,7 +237,7 @@ class TorchKernels(Kernels):
                 for region in cut(anchors, plan.region):
                     steps = triangle(region, rows.shape[2], plan.side)
                     into = grad[chunks.slab][:, :, region[0] - anchors[0] : region[1] - anchors[0]]
-                    _add_up_gradient(chunks, steps, signed[:, chunks.numbers], region, into)
+                    _add_up_gradient(chunks, steps, signed[:, chunks.chunk_slice], region, into)
 
     def saves_pairs(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).saved
@@ -264,8 +264,8 @@ def _prepared(tokens: Tokens, temperature: float) -> Saved:
 def label_ids_of(labels: Tensor, usable: Tensor) -> Tensor:
     """Replace labels [..., k] by small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
     signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
-    known = torch.where(usable, signed, -1).contiguous()
-    ranks = torch.searchsorted(known.sort(dim=-1).values, known)
+    usable_labels = torch.where(usable, signed, -1).contiguous()
+    ranks = torch.searchsorted(usable_labels.sort(dim=-1).values, usable_labels)
     return ranks.float().masked_fill_(~usable, -1.0)
 
 

@@ -110,15 +110,15 @@ def _parts(whole: Iterable[Stretch], embeddings: Tensor) -> Iterator[Stretch]:
 
 
 def _block_of_units(
-    stretch: Stretch, embeddings: Tensor, names: Tensor, usable: Tensor, documents: Tensor | None
+    stretch: Stretch, embeddings: Tensor, ids: Tensor, usable: Tensor, documents: Tensor | None
 ) -> Block:
     """Make rows unit vectors, or zeros if a token is not usable: its cosine is then 0 with all."""
-    rows, names, usable = (stretch.chunks(part).flatten(0, 1) for part in (embeddings, names, usable))
+    rows, ids, usable = (stretch.chunks(part).flatten(0, 1) for part in (embeddings, ids, usable))
     norms = row_norms(rows).unsqueeze(-1)
     units = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     units.div_(norms.to(units.dtype)).masked_fill_(~usable.unsqueeze(-1), 0.0)
     documents = None if documents is None else stretch.chunks(documents).flatten(0, 1)
-    return Block(units, names, usable, documents, stretch.inside)
+    return Block(units, ids, usable, documents, stretch.inside)
 
 
 def _strips(block: Block) -> Iterator[Span]:
@@ -177,7 +177,7 @@ def moments(embeddings: Tensor, valid: Tensor) -> Moments:
 
 
 @torch.no_grad()
-def isotropy(of: Moments) -> Isotropy:
+def isotropy(sums: Moments) -> Isotropy:
     """score = (r - 1) / (d - 1), rank r = (tr C)^2 / tr C^2, mean cosine = (|sum u|^2 - n) / (n (n - 1)).
 
     C is the covariance of the states, u are their unit vectors.
@@ -188,13 +188,13 @@ def isotropy(of: Moments) -> Isotropy:
 
     Source: Rudman, Gillman, Rayne and Eickhoff 2022 (IsoScore).
     """
-    number, width = torch.where(of.number > 1, of.number, math.nan), len(of.total)
-    mean = of.total / number
-    covariance = torch.addr(of.products / number, mean, mean, alpha=-1)
-    variance, size = covariance.trace(), of.products.trace() / number
+    number, width = torch.where(sums.number > 1, sums.number, math.nan), len(sums.total)
+    mean = sums.total / number
+    covariance = torch.addr(sums.products / number, mean, mean, alpha=-1)
+    variance, size = covariance.trace(), sums.products.trace() / number
     rank = variance.square() / covariance.square().sum()
     rank = torch.where(variance > _LOST * torch.finfo(rank.dtype).eps * size, rank, math.nan)
-    cosine = (of.units.square().sum() - number) / (number * (number - 1))
+    cosine = (sums.units.square().sum() - number) / (number * (number - 1))
     return Isotropy((rank - 1) / (width - 1), rank, cosine)
 
 

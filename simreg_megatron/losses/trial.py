@@ -54,15 +54,15 @@ def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
         few = [part[:, :1, :2048] for part in whole[:3]]
         shared = Tokens._make([*few, (torch.arange(few[1].shape[2], device=device) >= 25).expand_as(few[1]).long()])
         for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
-            lost = error_of_sums(shape.dtype, shape.width, tau)
-            bounds = 1e-5 + lost, 3e-4 + lost + torch.finfo(shape.dtype).eps / 2
-            for tokens, num_ranks, how in ((whole, 1, ""), (shared, 3, " on chunks that ranks share")):
+            rounding = error_of_sums(shape.dtype, shape.width, tau)
+            bounds = 1e-5 + rounding, 3e-4 + rounding + torch.finfo(shape.dtype).eps / 2
+            for tokens, num_ranks, where in ((whole, 1, ""), (shared, 3, " on chunks that ranks share")):
                 first = Tokens._make(None if part is None else part[:2] for part in tokens)
                 exact = _computed("tiled", first._replace(rows=first.rows.float()), tau, 1)
                 computed = _computed(impl, tokens, tau, num_ranks)
                 errors = [(got[:2] - right).norm() / right.norm() for got, right in zip(computed, exact, strict=True)]
                 if not all(error <= bound for error, bound in zip(errors, bounds, strict=True)):  # nor if one is NaN
-                    return "is wrong{} (terms off by {:.1e}, gradient by {:.1e})".format(how, *errors)
+                    return "is wrong{} (terms off by {:.1e}, gradient by {:.1e})".format(where, *errors)
     except Exception as error:  # a kernel that does not compile, memory that is not there, ...
         return f"fails ({type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]})"
     return ""

@@ -126,12 +126,12 @@ def objective_terms(
     if kind is not Kind.PAIRS:
         result: Tensor = terms(config, views, shard, iteration if kind is Kind.SUMS else learned, replicas)
         return result
-    given: dict[str, Any] = {name: value for name, value in options.items() if name not in record.other_options}
+    keywords: dict[str, Any] = {name: value for name, value in options.items() if name not in record.other_options}
     switches = ("yes", "no"), ("no", "yes")
-    given |= {name: value == "yes" for name, value in given.items() if record.options[name] in switches}
-    given |= {"headed": True} if config.meets_heads else {}
-    given |= {"temperature": config.tau} if record.temperature is not None else {}
-    block_terms = terms(**given | dict(learned))
+    keywords |= {name: value == "yes" for name, value in keywords.items() if record.options[name] in switches}
+    keywords |= {"headed": True} if config.meets_heads else {}
+    keywords |= {"temperature": config.tau} if record.temperature is not None else {}
+    block_terms = terms(**keywords | dict(learned))
     parts = []
     for view in views:
         rows = view.embeddings if view.heads is None else with_heads(view.embeddings, view.heads)

@@ -208,12 +208,12 @@ tensor_and_context_group = functools.partial(_group, "tp_cp", "get_tensor_and_co
 
 def context_group(model: Any, packing: Any = None) -> Any:
     """Return the context-parallel group: the model's, or that of this micro-batch under hybrid context parallelism."""
-    given, size = getattr(packing, "cp_group", None), getattr(packing, "local_cp_size", None)
-    if given is None and size is None:
+    group, size = getattr(packing, "cp_group", None), getattr(packing, "local_cp_size", None)
+    if group is None and size is None:
         return _group("cp", "get_context_parallel_group", model)
-    if given is None and size != 1:
+    if group is None and size != 1:
         raise NotImplementedError(f"local_cp_size is {size} without a cp_group: give both, or set --simreg-lambda 0")
-    return ALONE if given is None else given
+    return ALONE if group is None else group
 
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:

@@ -167,9 +167,9 @@ def count_steps(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Call Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
     both = (("SimReg", flags.SIMREG_FLAGS, flags.config_from_args), ("AdaGC", flags.ADAGC_FLAGS, flags.adagc_from_args))
-    for name, its_flags, read in both:
+    for name, family, read in both:
         try:
-            for difference in flags.differences(its_flags, read, checkpoint_args, compat.arguments()):
+            for difference in flags.differences(family, read, checkpoint_args, compat.arguments()):
                 log_once(f"SimReg: {difference}")
         except Exception as error:  # a damaged record may be anything
             warn(f"the checkpoint's settings of {name} cannot be read ({one_line(error)}): the flags decide")
@@ -178,8 +178,8 @@ def compare_with_checkpoint(check: Callable[..., Any], checkpoint_args: Any, *ar
 
 def save_adagc(state_dict: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
-    of_clipping = clipping.state_dict() if clipping else {}
-    return {**state, STATE_KEY: of_clipping} if of_clipping else state
+    adagc_state = clipping.state_dict() if clipping else {}
+    return {**state, STATE_KEY: adagc_state} if adagc_state else state
 
 
 def load_adagc(load: Callable[..., Any], scheduler: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
