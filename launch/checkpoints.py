@@ -82,10 +82,10 @@ def _has_index(checkpoint: Path) -> bool:
 
 def newest_whole(folder: Path) -> int | None:
     """Return the iteration of the newest complete checkpoint in `folder`."""
-    known = tracked(folder)
+    tracked_iteration = tracked(folder)
     for number in reversed(iterations(folder)):
         checkpoint = path_of(folder, number)
-        if number == known and not is_torn(checkpoint):
+        if number == tracked_iteration and not is_torn(checkpoint):
             return number
         if is_whole(checkpoint) and not _is_abandoned(folder, number):
             return number
@@ -94,8 +94,8 @@ def newest_whole(folder: Path) -> int | None:
 
 def _is_abandoned(folder: Path, iteration: int) -> bool:
     """Return whether the run went back to before this checkpoint, by --ckpt-step or another number in the tracker."""
-    known, metadata = tracked(folder), path_of(folder, iteration) / "metadata.json"
-    is_later = known is not None and iteration > known and is_there(metadata)
+    tracked_iteration, metadata = tracked(folder), path_of(folder, iteration) / "metadata.json"
+    is_later = tracked_iteration is not None and iteration > tracked_iteration and is_there(metadata)
     return is_later and metadata.stat().st_mtime < (folder / TRACKER).stat().st_mtime  # the tracker decides
 
 
@@ -108,7 +108,7 @@ def tracked(folder: Path) -> int | None:
 
 def is_loadable(folder: Path) -> bool:
     """Return whether Megatron finds something there to begin from."""
-    return newest_whole(folder) is not None or ((folder / TRACKER).is_file() and not _is_no_release(folder))
+    return newest_whole(folder) is not None or ((folder / TRACKER).is_file() and _names_release(folder))
 
 
 def repair(folder: Path) -> list[str]:
@@ -121,12 +121,12 @@ def repair(folder: Path) -> list[str]:
     for number in iterations(folder):
         if is_torn(path_of(folder, number)) and _delete(folder, number):
             done.append(f"{path_of(folder, number)} was never finished: deleted")
-    newest, known = newest_whole(folder), tracked(folder)
-    if newest is not None and newest != known:
+    newest, tracked_iteration = newest_whole(folder), tracked(folder)
+    if newest is not None and newest != tracked_iteration:
         _write_whole(folder / TRACKER, str(newest))
-        was = "was missing or damaged" if known is None else f"named {known}"
+        was = "was missing or damaged" if tracked_iteration is None else f"named {tracked_iteration}"
         done.append(f"{folder / TRACKER} {was}: it names {newest}, the newest complete checkpoint")
-    elif newest is None and (folder / TRACKER).is_file() and _is_no_release(folder):
+    elif newest is None and (folder / TRACKER).is_file() and not _names_release(folder):
         if iterations(folder):  # FSDP's formats do not show which are complete
             raise LaunchError(f"{folder / TRACKER} is damaged: write the number of the newest complete one into it")
         (folder / TRACKER).unlink(missing_ok=True)
@@ -134,17 +134,17 @@ def repair(folder: Path) -> list[str]:
     return done
 
 
-def _is_no_release(folder: Path) -> bool:
-    """Return whether the tracker is of a run: that of a checkpoint for a new start says `release`."""
-    return (folder / TRACKER).read_text(errors="replace").strip() != "release"
+def _names_release(folder: Path) -> bool:
+    """Return whether the tracker names a checkpoint to start from (`release`), not one of a run."""
+    return (folder / TRACKER).read_text(errors="replace").strip() == "release"
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
     """Delete whole checkpoints but for the newest `keep`, and return what was deleted; torn ones may be in a save."""
     _finish_deletions(folder)
     whole = [each for each in iterations(folder) if is_whole(path_of(folder, each)) and not _is_abandoned(folder, each)]
-    kept = {*whole[-max(keep, 1) :], tracked(folder)}
-    return [path_of(folder, number) for number in whole if number not in kept and _delete(folder, number)]
+    to_keep = {*whole[-max(keep, 1) :], tracked(folder)}
+    return [path_of(folder, number) for number in whole if number not in to_keep and _delete(folder, number)]
 
 
 def _delete(folder: Path, iteration: int) -> bool:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value
-from simreg_megatron.tools.tokens import ENDINGS, is_pair, read_index
+from simreg_megatron.tools.tokens import ENDINGS, MANIFEST, is_pair, read_index
 
-MANIFEST = "manifest.json"
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _OF_CHATS = {"--sft", "--use-varlen-dataset"}  # files that Megatron tokenizes itself
 _READ_HERE = {"SentencePieceTokenizer", "HuggingFaceTokenizer"}

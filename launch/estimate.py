@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launch import preflight, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
-from launch.flags import LaunchError, flag_number
+from launch.flags import flag_number
 from launch.options import LAYOUTS, layout_names, make_parser, read_layout
 from launch.plan import build_plan
 from launch.planned import Machine
@@ -44,7 +44,7 @@ def row(layout: str, model: str) -> tuple[float, list[str]]:
     answer = preflight.check_with_megatron(plan, machine)
     args = answer.args if answer else None
     if args is None:
-        raise LaunchError(f"Megatron cannot be asked for {model}: {answer.objection if answer else 'see make setup'}")
+        raise SystemExit(f"error: cannot ask Megatron for {model}: {answer.objection if answer else 'see make setup'}")
     weights, activations = gpu_memory(args, ASSUMED_VOCABULARY) or (math.nan, math.nan)
     from megatron.training.training import num_floating_point_operations
 

@@ -76,5 +76,5 @@ def read_layout(name: str, family: str, model: str) -> list[Flag]:
     """Read how a size is spread over machines of one kind: `--nodes N`, and Megatron's flags."""
     path = LAYOUTS / name / f"{family}-{model}.args"
     if not path.is_file():
-        raise LaunchError(f"there is no layout {name} for {family} {model}: leave --layout out, or write {path}")
+        raise LaunchError(f"there is no layout {name} for {family} {model}: drop --layout (or LAYOUT), or write {path}")
     return read_preset(path)

@@ -92,7 +92,7 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and plan.tree is None:
-        own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
+        own = make_parser(plan.family)._option_string_actions
         hint = suggestion(names[0], [*parser._option_string_actions, *own])
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings

@@ -24,12 +24,9 @@ from launch.signals import SAVE_AND_LEAVE
 
 BOOK = "slices.jsonl"
 STOP = "stop"
-_OPTIONS: tuple[tuple[str, Any, Any], ...] = (  # name, type, default; None: required
-    ("--output", Path, None), ("--save", Path, None), ("--keep", int, 1), ("--job", str, ""), ("--status", int, 0),
-)  # fmt: skip
 _WATCH_SECONDS = 15
 _TELL_AGAIN_SECONDS = 120
-_STARTS = 3  # from the same checkpoint, as of a run that hangs until its job is killed
+_MOST_STARTS = 3  # from the same checkpoint, as of a run that hangs until its job is killed
 # Statuses; a job ends as failed unless its chain ends as it should. The job's script tries again after AWAY.
 _GO_ON, _AWAY, _FAILED, _CHAIN_ENDS = 0, 1, 2, 3
 
@@ -37,8 +34,8 @@ _GO_ON, _AWAY, _FAILED, _CHAIN_ENDS = 0, 1, 2, 3
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.slurm.chain", description=__doc__)
     parser.add_argument("action", choices=("begin", "watch", "end"))
-    for name, kind, default in _OPTIONS:
-        parser.add_argument(name, type=kind, default=default, required=default is None)
+    for name, kind in (("--output", Path), ("--save", Path), ("--keep", int), ("--job", str), ("--status", int)):
+        parser.add_argument(name, type=kind)
     options = parser.parse_args()
     chain = Chain(options.output, options.save)
     try:
@@ -58,7 +55,7 @@ class Chain:
     def __init__(self, output: Path, save: Path) -> None:
         self.output, self.save = output, save
         self.book = output / "slurm" / BOOK
-        self.place = {
+        self.ids = {
             "chain": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
             "slice": int(os.environ.get("SLURM_ARRAY_TASK_ID", "1")),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
@@ -71,31 +68,32 @@ class Chain:
         if checkpoints.is_there(self.output / ENDED):
             return self._end_chain("the run has reached its end")
         iteration = checkpoints.newest_whole(self.save) or 0
-        starts = [event["iteration"] for event in self.events() if event["event"] == "begin"]
-        if starts[-_STARTS:] == [iteration] * _STARTS:
+        begins = (event for event in self.events() if event["event"] == "begin")
+        starts = [*{event["slice"]: event["iteration"] for event in begins}.values()]  # of a restarted one, the last
+        if starts[-_MOST_STARTS:] == [iteration] * _MOST_STARTS:
             self.say(
-                f"error: {_STARTS} slices began at iteration {iteration}, and saved nothing. "
+                f"error: {_MOST_STARTS} slices began at iteration {iteration}, and saved nothing. "
                 "Does the run hang, or does SLURM end it before it saves? Fix that, then submit again"
             )
             return _FAILED
-        self.say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
+        self.say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.ids["restart"] else ""))
         self._note("begin", iteration)
         return _GO_ON
 
     def watch(self, keep: int, job: str) -> int:
         """Delete old checkpoints until killed; when the stop file appears, have Megatron save and leave."""
-        signalled, stops = -math.inf, False
+        signalled_at, is_stopping = -math.inf, False
         while True:
             for path in self._prune(keep):
                 self.say(f"{path} is older than the newest {keep}: deleted")
             with suppress(LaunchError):  # a disk that is away, which `_prune` reports
-                stops = checkpoints.is_there(self.output / STOP)
-            if stops and time.monotonic() - signalled > _TELL_AGAIN_SECONDS:
-                if signalled < 0:
+                is_stopping = checkpoints.is_there(self.output / STOP)
+            if is_stopping and time.monotonic() - signalled_at > _TELL_AGAIN_SECONDS:
+                if signalled_at < 0:
                     self.say(f"{self.output / STOP} was created: the run saves and stops")
                 # To the step only; again until it is gone: nothing hears it before Megatron listens.
                 subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)
-                signalled = time.monotonic()
+                signalled_at = time.monotonic()
             time.sleep(_WATCH_SECONDS)
 
     def end(self, keep: int, status: int) -> int:
@@ -105,8 +103,8 @@ class Chain:
         iteration = checkpoints.newest_whole(self.save) or 0
         events = self.events()
         began = next((event["iteration"] for event in reversed(events) if event["event"] == "begin"), 0)
-        others = (event for event in reversed(events) if event["slice"] != self.place["slice"])  # not of its restarts
-        before = next((event for event in others if event["event"] == "end"), None)
+        others = (event for event in reversed(events) if event["slice"] != self.ids["slice"])  # not of its restarts
+        last = next((event for event in others if event["event"] == "end"), None)
         self._note("end", iteration, status=status, failed=status != 0 or iteration <= began)
         if has_ended:
             return self._end_chain("the run has reached its end")
@@ -116,12 +114,12 @@ class Chain:
             self.say(f"ends with status {status} at iteration {iteration}, where the next slice resumes")
         else:
             failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
-            if before is not None and before["iteration"] == iteration and before["failed"]:
+            if last is not None and last["iteration"] == iteration and last["failed"]:
                 self.say(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
                 return _FAILED
             self.say(f"{failure}: one more try")
         last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
-        if self.place["slice"] == last:
+        if self.ids["slice"] == last:
             self.say(f"it was the last of {last} slices, at iteration {iteration}: submit again to continue")
         return _GO_ON
 
@@ -139,11 +137,11 @@ class Chain:
         for line in self.book.read_text(errors="replace").splitlines() if checkpoints.is_there(self.book) else ():
             with suppress(ValueError):
                 entries.append(json.loads(line))
-        return [entry for entry in entries if entry["chain"] == self.place["chain"]]
+        return [entry for entry in entries if entry["chain"] == self.ids["chain"]]
 
     def _note(self, event: str, iteration: int, **more: Any) -> None:
         """Add one line to the book, by which a run that fails again and again is seen."""
-        line = {**self.place, "event": event, "iteration": iteration, **more, "time": round(time.time())}
+        line = {**self.ids, "event": event, "iteration": iteration, **more, "time": round(time.time())}
         with self.book.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -152,7 +150,7 @@ class Chain:
         return _CHAIN_ENDS
 
     def say(self, sentence: str) -> None:
-        print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
+        print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.ids['slice']}: {sentence}", flush=True)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,6 @@ def render(job: Job) -> str:
 
 def _head(job: Job) -> Iterator[str]:
     site = job.site
-    logs = job.output / "slurm"
     flags = {
         "--job-name": job.name,
         "--account": site.account,
@@ -138,8 +137,7 @@ def _head(job: Job) -> Iterator[str]:
         "--cpus-per-task": site.cpus_per_task,
         "--time": job.time,
         "--array": f"1-{job.slices}%1",  # the chain: one slice at a time
-        "--output": logs / "%A_%a.log",
-        "--open-mode": "append",  # a slice that SLURM restarts adds to its log
+        "--output": "/dev/null",  # the script opens its log itself: SLURM ends a job whose it cannot, without a word
         # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
         "--signal": f"{SAVE_AND_LEAVE}@{max(1, job.reserve // 2)}",
     }

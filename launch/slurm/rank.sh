@@ -4,8 +4,8 @@
 set -euo pipefail
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS GROUP_RANK=$SLURM_NODEID
 export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
-# SLURM passes the limits of the shell that submitted on: its 1024 open files are too few for gloo's connections to all
-# ranks of three groups, and a core of every rank fills a disk.
+# SLURM hands on the limits of the shell that submitted: 1024 open files are too few for gloo, which connects each rank to
+# all others in three groups, and one core dump a rank fills a disk.
 ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
 ulimit -S -c 0
 # Triton compiles once a node: a home folder that all nodes share is slow at that, and fails when many write at once.

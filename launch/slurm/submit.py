@@ -22,7 +22,7 @@ from pathlib import Path
 from launch import checkpoints, preflight, record, sizes
 from launch.dry_run import facts_of, vocabulary_of
 from launch.estimate import gpu_memory
-from launch.flags import LaunchError, flag_names, flag_number
+from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.launcher import check_text, continued
 from launch.options import TINY, layout_names, make_parser, read_layout
 from launch.plan import build_plan
@@ -101,16 +101,18 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
 
 def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse.Namespace, Plan, Machine]:
     """Make the job that is asked for, checked as far as this machine can; a LaunchError if it could not run."""
-    own, family, words = _split(argv)
-    options = make_submit_parser().parse_args(own)
+    job_words, family, words = _split(argv)
+    parser = make_submit_parser()
+    options = parser.parse_args(job_words)
+    if min(1 if options.nodes is None else options.nodes, options.slices, options.keep) < 1:
+        raise LaunchError("--nodes, --slices and --keep must be at least 1")
     site = read_site(options.cluster, environ)
     if tree := site.environment.get("MEGATRON_PATH") or environ.get("MEGATRON_PATH", ""):
-        site = replace(site, environment={**site.environment, "MEGATRON_PATH": tree})  # sbatch may pass on none
+        site = replace(site, environment={**site.environment, "MEGATRON_PATH": tree})  # sbatch may not pass it on
     if site.runtime != "venv" and not Path(tree).is_dir():
         tree = ""  # in the container only, where this machine cannot ask it
     run_options, rest = make_parser(family).parse_known_args(words)
-    of_job = {option for action in make_submit_parser()._actions for option in action.option_strings}
-    if misplaced := [word for word in words if word.partition("=")[0] in of_job]:
+    if misplaced := [word for word in words if word.partition("=")[0] in parser._option_string_actions]:
         raise LaunchError(f"put {misplaced[0]} before the script: there it is the job's")
     model = run_options.model
     if run_options.layout is None and model != TINY and site.gpus_per_node and site.layout:
@@ -207,10 +209,12 @@ def memory_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> list[str
 def disk_of(plan: Plan, job: Job) -> str:
     """Return the size of the run's checkpoints as a line."""
     size = sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary_of(plan)) / 2**30
-    there = next(path for path in (job.save, *job.save.parents) if path.exists())
-    free = shutil.disk_usage(there).free / 2**30
-    most = f"{(job.keep + 1) * size:,.1f} GiB for {job.keep} and one being written"
-    return f"disk      {size:,.1f} GiB a checkpoint, {most}; {free:,.1f} GiB are free"
+    existing = next(path for path in (job.save, *job.save.parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 2**30
+    if (kind := flag_value(plan.flags, "--ckpt-format") or "torch_dist") != "torch_dist":
+        return f"disk      {size:,.1f} GiB a checkpoint, and --keep deletes none of {kind}; {free:,.1f} GiB are free"
+    needed = f"{(job.keep + 1) * size:,.1f} GiB for {job.keep} and one being written"
+    return f"disk      {size:,.1f} GiB a checkpoint, {needed}; {free:,.1f} GiB are free"
 
 
 def _submit(job: Job, text: str) -> None:
@@ -228,17 +232,17 @@ def _submit(job: Job, text: str) -> None:
     except OSError as error:
         raise LaunchError(f"{error.filename} cannot be written ({error.strerror}): give another --output") from None
     # On the command line as well: a variable such as SBATCH_TIMELIMIT would replace what the script's head says.
-    head = [shlex.split(line)[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
-    number = _run(["sbatch", "--parsable", *head, str(path)]).partition(";")[0]
+    directives = [shlex.split(line)[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
+    number = _run(["sbatch", "--parsable", *directives, str(path)]).partition(";")[0]
     print(f"submitted {job.name} as job {number}, at most {job.slices} slices of {job.time} on {job.nodes} nodes")
     print(f"  logs   {folder}/{number}_*.log")
     print(f"  stop   touch {job.output / STOP}   (saves first)      scancel {number}   (at once)")
 
 
 def _run(command: list[str]) -> str:
-    own = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
-    try:  # without the variables of an allocation that this may be typed in
-        return subprocess.run(command, check=True, text=True, capture_output=True, env=own).stdout.strip()
+    env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+    try:  # in the shell of an allocation SLURM_* would change the request
+        return subprocess.run(command, check=True, text=True, capture_output=True, env=env).stdout.strip()
     except FileNotFoundError:
         raise LaunchError(f"{command[0]} is not on this machine: submit from a login node of the cluster") from None
     except subprocess.CalledProcessError as error:

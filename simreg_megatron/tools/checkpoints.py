@@ -45,7 +45,9 @@ def checkpoint_folder(load: Path, step: int | None = None) -> Path:
     tracker = load / TRACKER
     if step is None and not tracker.is_file():
         return load
-    name = tracker.read_text().strip() if step is None else str(step)
+    name = tracker.read_text(errors="replace").strip() if step is None else str(step)
+    if not (name.isdecimal() or (step is None and name == "release")):
+        raise CheckpointError(f"{load} has no checkpoint {name!r}: give --ckpt-step N of a complete one")
     return load / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
 
 

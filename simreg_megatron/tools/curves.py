@@ -56,9 +56,9 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     import numpy as np
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-    own = Path(folder).resolve()
-    own = own.parent if own.name == "tensorboard" else own
-    inner = own / "tensorboard" if (own / "tensorboard").is_dir() else Path(folder)
+    run_folder = Path(folder).resolve()
+    run_folder = run_folder.parent if run_folder.name == "tensorboard" else run_folder
+    inner = run_folder / "tensorboard" if (run_folder / "tensorboard").is_dir() else Path(folder)
     events = EventAccumulator(str(inner), size_guidance={SCALARS: 0})  # 0 keeps every point
     if inner.is_dir():
         events.Reload()
@@ -73,10 +73,10 @@ def read_run(folder: str | Path, name: str = "") -> Run:
             del logged[-1]  # Megatron logs the loss of the test set under the tag and step of the validation loss
         for time, step in restarts:
             logged = [one for one in logged if one.wall_time >= time or one.step < step]
-        if kept := sorted({one.step: one.value for one in logged}.items()):
-            steps, values = zip(*kept, strict=True)
+        if points := sorted({one.step: one.value for one in logged}.items()):
+            steps, values = zip(*points, strict=True)
             scalars[tag] = Series(np.array(steps), np.array(values, dtype=np.float64))
-    return Run(name or own.name, scalars)
+    return Run(name or run_folder.name, scalars)
 
 
 def _has_test_set(events: Any) -> bool:
@@ -114,8 +114,8 @@ def table_of(runs: Sequence[Run]) -> Iterator[str]:
         if (loss := run.last(VALIDATION_LOSS)) is None:
             yield f"{run.name:{width}}  no validation loss was logged"
             continue
-        apart = "" if run is runs[0] or first is None else f"{loss - first:+.4f}"
-        yield f"{run.name:{width}}  {run.scalars[VALIDATION_LOSS].steps[-1]:8}  {loss:15.4f}  {apart:>10}"
+        difference = "" if run is runs[0] or first is None else f"{loss - first:+.4f}"
+        yield f"{run.name:{width}}  {run.scalars[VALIDATION_LOSS].steps[-1]:8}  {loss:15.4f}  {difference:>10}"
 
 
 def draw_curves(runs: Sequence[Run], *, title: str = "") -> Any:

@@ -55,9 +55,12 @@ def run(options: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     metrics = chosen_tasks(options.tasks)
+    task_manager = TaskManager(include_path=str(options.include.resolve()) if options.include else None)
+    if unknown := [task for task in metrics if task not in task_manager.all_tasks]:
+        raise SentenceError(f"lm-evaluation-harness has no task {unknown[0]}: `lm_eval ls tasks` lists them")
     folders = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
     if len(folders) < len(options.model) or "/" in "".join(folders) or not all(map(Path.is_dir, folders.values())):
-        raise SentenceError(f"each --model must be NAME=FOLDER with a name of its own, without /, got {options.model}")
+        raise SentenceError(f"each --model must be NAME=FOLDER, a folder and another name without /: {options.model}")
     refuse_taken(options.output)
     adds_bos = options.bos == "document"
     options.output.mkdir(parents=True, exist_ok=True)
@@ -73,14 +76,13 @@ def run(options: argparse.Namespace) -> None:
             tokenizer = AutoTokenizer.from_pretrained(folders[name], add_bos_token=True)
             if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
                 raise SentenceError(f"--bos document: the tokenizer of {path} puts no BOS before a text: --bos none")
-    known = TaskManager(include_path=str(options.include.resolve()) if options.include else None)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     scores: dict[str, dict[str, Score]] = {}
     for name, folder in folders.items():
         model = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": adds_bos, "use_safetensors": True}
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model="hf", model_args=model, tasks=list(metrics), num_fewshot=0, batch_size=options.batch_size,
-            limit=options.limit, task_manager=known, device=device,
+            limit=options.limit, task_manager=task_manager, device=device,
         )  # fmt: skip
         (options.output / f"{name}.json").write_text(json.dumps(results, default=handle_non_serializable))
         print(f"{name}: {folder}", make_table(results), sep="\n")
@@ -128,8 +130,8 @@ def difference(score: Score, first: Score) -> Score:
     """Return the difference and its standard error: paired by question where possible, as both answer the same ones."""
     value = score.value - first.value
     if len(score.questions) > 1 and score.questions.keys() == first.questions.keys():
-        apart = [each - first.questions[question] for question, each in score.questions.items()]
-        return Score(value, stdev(apart) / len(apart) ** 0.5)
+        differences = [each - first.questions[question] for question, each in score.questions.items()]
+        return Score(value, stdev(differences) / len(differences) ** 0.5)
     return Score(value, math.hypot(score.error, first.error))
 
 

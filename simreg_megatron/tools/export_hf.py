@@ -234,8 +234,8 @@ def check_weights(weights: dict[str, Tensor], config: Any, folder: Path) -> None
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name in expected | shapes:
         if shapes.get(name) != expected.get(name):
-            is_there, asked = shapes.get(name, "(missing)"), expected.get(name, "none")
-            raise CheckpointError(f"{folder} has {name} {is_there}, but its configuration asks for {asked}")
+            present, wanted = shapes.get(name, "(missing)"), expected.get(name, "none")
+            raise CheckpointError(f"{folder} has {name} {present}, but its configuration asks for {wanted}")
         if not weights[name].isfinite().all():
             raise CheckpointError(f"{name} in {folder} is incomplete or holds NaN or infinity ({weights[name].dtype})")
     if not (head is None or head.equal(weights["model.embed_tokens.weight"])):

@@ -8,6 +8,7 @@ the set get their names when all are whole. JSON is read as lines: `datasets` wo
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence, Set
@@ -53,19 +54,22 @@ def add_command(commands: Any) -> None:
     add("sources", nargs="+", metavar="SOURCE", help=f"{READABLE}; a .txt is one document")
     add("--out", type=Path, required=True, help="folder for train and valid .bin/.idx, and manifest.json")
     one_of("--tokenizer", help="a sentencepiece .model file, or a Hugging Face folder or name")
-    one_of("--train-tokenizer", type=_count, metavar="N", help="train one of N pieces: OUT/tokenizer.model")
+    one_of("--train-tokenizer", type=count, metavar="N", help="train one of N pieces: OUT/tokenizer.model")
     add("--key", default="text", help="the key or column that has the text (default: text)")
     of_validation("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
     of_validation("--valid-share", type=float, help="share of the documents (default: 0.005)")
-    add("--tokens", type=_count, help="training tokens, such as 20B or 500M: ends with the document that reaches them")
-    add("--valid-tokens", type=_count, help="the same for the --valid sources")
-    add("--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
+    add("--tokens", type=count, help="training tokens, such as 20B or 500M: ends with the document that reaches them")
+    add("--valid-tokens", type=count, help="the same for the --valid sources")
+    add("--workers", type=count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     unit = "_KMBT".find(text[-1:].upper())  # of 20B, 500M or 32K
-    return round(float(text[:-1]) * 1000**unit if unit > 0 else float(text))
+    number = float(text[:-1]) * 1000**unit if unit > 0 else float(text)
+    if not 1 <= number < math.inf:
+        raise ValueError
+    return round(number)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -88,11 +92,11 @@ def prepare(
     if valid_tokens and not valid:
         raise DataError("--valid-tokens has no effect without --valid: name the texts for validation, or drop it")
     groups = {"valid": find_groups(valid or (), key, "validation")}
-    apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
-    groups["train"] = find_groups(sources, key, "train", leave_out=apart)
+    validation_files = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
+    groups["train"] = find_groups(sources, key, "train", leave_out=validation_files)
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     settings: dict[str, Any] = {
-        **{side: [[name, file_bytes(name)] for one in given for name in one.files] for side, given in groups.items()},
+        **{side: [[name, file_bytes(name)] for group in each for name in group.files] for side, each in groups.items()},
         "tokenizer": loaded.sha256 if loaded else train_tokenizer,
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
         "key": key, "tokens": tokens, "valid_tokens": valid_tokens,
@@ -178,7 +182,7 @@ def _encode(rows: dict[str, list[Any]], *, group: Group, tokenizer: tuple[str, s
     """Tokenize some rows. `datasets` finds earlier results by the arguments: the tokenizer's hash is one of them."""
     texts = texts_of(group, rows)
     loaded = _load_once(*tokenizer)
-    ids = [[*tokens, loaded.eos_id] if tokens else [] for tokens in loaded.encode(texts)]
+    ids = [[*token_ids, loaded.eos_id] if token_ids else [] for token_ids in loaded.encode(texts)]
     # A hash of the text decides, so that a document stays on its side when others come, and duplicates with it.
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     return {"ids": ids, "valid": [int.from_bytes(each, "big") < share * 2**64 for each in hashes]}

@@ -59,11 +59,11 @@ class PairWriter:
     def add(self, ids: Iterable[int]) -> None:
         import numpy as np
 
-        array = np.asarray(ids, dtype=self._dtype)
-        self._bin.write(array.tobytes())
-        self._lengths.append(len(array))
+        token_ids = np.asarray(ids, dtype=self._dtype)
+        self._bin.write(token_ids.tobytes())
+        self._lengths.append(len(token_ids))
         self.documents += 1
-        self.tokens += len(array)
+        self.tokens += len(token_ids)
 
     def close(self) -> None:
         import numpy as np
@@ -92,6 +92,8 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     if not is_pair(prefix):
         raise DataError(explain_missing(prefix))
     data, path = (Path(f"{os.fspath(prefix)}{ending}") for ending in ENDINGS)
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} cannot be read by you: ask its owner, or copy the set")
     with path.open("rb") as stream:
         head = stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
         magic, version, code, sequences, documents = _HEADER.unpack(head)
@@ -121,7 +123,7 @@ def explain_missing(prefix: str | os.PathLike[str]) -> str:
 
 
 def is_pair(prefix: str | os.PathLike[str]) -> bool:
-    return all(Path(f"{os.fspath(prefix)}{ending}").is_file() for ending in ENDINGS)
+    return all(os.path.isfile(f"{os.fspath(prefix)}{ending}") for ending in ENDINGS)
 
 
 def sha256(path: Path) -> str:
@@ -143,13 +145,13 @@ def find_changed(folder: Path, manifest: dict[str, Any]) -> Path | None:
 
 
 def publish(work: Path, out: Path, names: Sequence[str], counts: Counts, **facts: Any) -> dict[str, Any]:
-    """Move the files of a whole set from the folder `work` to `out`, the manifest last, which is returned."""
+    """Move a complete set from `work` to `out`, the manifest last; delete `work`, and return the manifest."""
     documents, tokens = ({side: counted[place] for side, counted in counts.items()} for place in (0, 1))
     manifest = {"documents": documents, "tokens": tokens, **facts, "files": describe_files(work, names)}
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for name in (*names, MANIFEST):
         (work / name).replace(out / name)
-    shutil.rmtree(work)
+    shutil.rmtree(work, ignore_errors=True)  # NFS keeps files that are open
     return manifest
 
 
@@ -218,11 +220,14 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, **op
         if room <= 0:
             break
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True,
-        character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False,
-        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2, minloglevel=2, **options,  # bytes of the model, too
-    )  # fmt: skip
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
+            byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity", pad_id=-1,
+            remove_extra_whitespaces=False, unk_id=0, bos_id=1, eos_id=2, num_threads=2, minloglevel=2, **options,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise DataError(f"no tokenizer of {vocab_size} pieces can be trained on this text: {error}") from None
     output.write_bytes(model.getvalue())
 
 

@@ -115,7 +115,7 @@ def test_a_megatron_checkpoint_is_exported_first(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--model", "a=MODEL", "--model", "a=MODEL"], "a name of its own"),
+        (["--model", "a=MODEL", "--model", "a=MODEL"], "another name without"),
         (["--model", "a/b=MODEL"], "without /"),
         pytest.param(
             ["--model", "a=MODEL", "--tasks", f"{NAME}:f1"], f"{NAME} has no metric f1", marks=pytest.mark.slow

@@ -47,7 +47,7 @@ def text_of(*argv: str) -> str:
 
 def value_of(text: str, name: str) -> list[str]:
     """Return bash's value of an array or variable of the rendered text."""
-    head = text[: text.index("cd ")]
+    head = text[: text.index("if ! { cd ")]
     script = f'{head}\nfor word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'
     done = jobs.run(["bash", "-c", script], check=True)
     return done.stdout.split("\0")[:-1]
@@ -81,7 +81,7 @@ def test_a_job_runs_in_the_folder_where_it_was_submitted(tmp_path: Path, monkeyp
     monkeypatch.chdir(folder)
     paths = ["--save", "kept", "--load=first", "--output", "../run"]
     text = text_of(LLAMA, "--model", "7b", *data, *paths)
-    assert value_of(text, "FOLDER") == [str(folder)] and '\ncd "${FOLDER:?' in text
+    assert value_of(text, "FOLDER") == [str(folder)] and ' cd "${FOLDER:?' in text
     assert value_of(text, "TRAIN")[-len(paths) - 2 : -2] == paths
     assert value_of(text, "SAVE") == [str(folder / "kept")], "the chain watches what the run writes"
 
@@ -311,7 +311,7 @@ class TestBooks:
         monkeypatch.setattr(chain.checkpoints, "newest_whole", lambda _: iteration)
 
     def slice(self, books: chain.Chain, start: int, end: int, status: int, monkeypatch: pytest.MonkeyPatch) -> int:
-        books.place["slice"] += 1
+        books.ids["slice"] += 1
         self.at(books, start, monkeypatch)
         assert books.begin() == 0
         self.at(books, end, monkeypatch)
@@ -343,7 +343,8 @@ class TestBooks:
     def test_slices_that_never_record_their_end_end_the_chain(self, books, monkeypatch, capsys) -> None:
         """A run that hangs until its time limit, whose job is ended before it can write."""
         self.at(books, 10, monkeypatch)
-        assert [books.begin() for _ in range(4)] == [0, 0, 0, 2]
+        assert [books.begin() for _ in range(4)] == [0] * 4, "SLURM restarted one slice"
+        assert [books.ids.update(slice=number) or books.begin() for number in (2, 3, 4)] == [0, 0, 2]
         assert "3 slices began at iteration 10, and saved nothing" in capsys.readouterr().out
         self.at(books, 20, monkeypatch)
         assert books.begin() == 0, "progress"
@@ -430,8 +431,10 @@ def test_a_job_fails_where_its_chain_does(
     job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
     books = f"case $3 in begin) exit {begins};; end) mkdir {tmp_path}/away && exit 1; exit {ends};; esac"
     done = _run_job(job, tmp_path, {"python": books, "srun": f"exit {runs}", "sleep": "exit 0"})
-    assert done.returncode == status, done.stderr
+    assert done.returncode == status, done.stdout
     assert (tmp_path / "scancelled").exists() == bool(begins or ends > 1), "no slice follows where the chain ends"
+    done = _run_job(job, tmp_path, {"python": books, "srun": ""}, old_python=0)
+    assert done.returncode == 2 and "older than Python 3.9: name another HOST_PYTHON" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -447,22 +450,30 @@ def test_a_controller_that_does_not_answer_ends_no_chain(
     job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
     asked = f'case "$*" in *hostnames*) echo n1;; *) {answer};; esac'
     done = _run_job(job, tmp_path, {"python": "", "srun": "", "scontrol": asked}, end="")
-    assert done.returncode == 0 and not (tmp_path / "scancelled").exists(), done.stderr
+    assert done.returncode == 0 and not (tmp_path / "scancelled").exists(), done.stdout
     found = re.search(r"first n1:20001; stops in (\d+) min", done.stdout)
     assert found and 0.9 * minutes < int(found[1]) < 9 * minutes, done.stdout
 
 
 def test_a_node_without_the_disk_gets_no_further_slice(data: list[str], tmp_path: Path) -> None:
     job = text_of("--cluster", str(site_file(tmp_path, CPU_SITE)), LLAMA, *data, "--save-interval", "5")
-    job = job.replace("FOLDER=", f"FOLDER={tmp_path}/none FROM=")
-    said = {"squeue": "echo n7", "scontrol": f'echo "$@" >{tmp_path}/said', "sleep": ""}
-    assert _run_job(job, tmp_path, said).returncode == 2
-    assert (tmp_path / "said").read_text() == "update JobId=1 ExcNodeList=n7,n2\n"
+    assert "#SBATCH --output=/dev/null\n" in job, "SLURM itself needs no disk to start it"
+    for away in (
+        job.replace("FOLDER=", f"FOLDER={tmp_path}/none FROM="),
+        job.replace('>>"$OUTPUT/', '>>"$OUTPUT/none/'),
+    ):
+        said = {"squeue": "echo n7", "scontrol": f'echo "$@" >{tmp_path}/said', "sleep": ""}
+        assert _run_job(away, tmp_path, said).returncode == 2
+        assert (tmp_path / "said").read_text() == "update JobId=1 ExcNodeList=n7,n2\n"
+        (tmp_path / "said").unlink()
 
 
-def _run_job(job: str, folder: Path, programs: dict[str, str], end: str = "99999999999") -> CompletedProcess[str]:
-    """Run a job's text with stand-ins for these programs and for SLURM's."""
+def _run_job(
+    job: str, folder: Path, programs: dict[str, str], end: str = "99999999999", old_python: int = 1
+) -> CompletedProcess[str]:
+    """Run a job's text with stand-ins for these programs and for SLURM's; its log is in `stdout`."""
     slurms = {"scontrol": "echo NodeAddr=n1", "scancel": f'echo "$@" >>{folder}/scancelled'}
+    programs |= {"python": f'[ "$1" != -c ] || exit {old_python}\n{programs["python"]}'} if "python" in programs else {}
     for name, text in {**slurms, **programs}.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
@@ -470,7 +481,10 @@ def _run_job(job: str, folder: Path, programs: dict[str, str], end: str = "99999
     names = ("ARRAY_JOB_ID", "JOB_ID", "JOB_NUM_NODES", "JOB_NODELIST", "NTASKS_PER_NODE", "NTASKS", "NNODES")
     places = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
     environ |= {f"SLURM_{name}": "1" for name in names} | places
-    return jobs.run(["bash", "-c", job], env={**os.environ, **environ})
+    (logs := Path(value_of(job, "OUTPUT")[0], "slurm")).mkdir(parents=True, exist_ok=True)
+    done = jobs.run(["bash", "-c", job], env={**os.environ, **environ})
+    done.stdout = "".join(log.read_text() for log in logs.glob("1_1.log"))
+    return done
 
 
 @pytest.mark.slow
@@ -490,7 +504,7 @@ def test_a_flag_that_is_a_note_for_a_container_is_refused_in_it(tmp_path: Path) 
         "apptainer": f'echo "$@" >{tmp_path}/started; while [ $1 != /i.sif ]; do shift; done; shift; exec "$@"',
     }
     done = _run_job(asked.stdout, tmp_path, programs)
-    assert done.returncode == 2 and done.stderr == f"error: {refused}\n", done.stderr
+    assert done.returncode == 2 and f"error: {refused}\n" in done.stdout, done.stdout
     started = (tmp_path / "started").read_text()
     assert started.startswith(
         f"exec --nv --bind /:/ --pwd {ROOT} /i.sif bash {ROOT}/launch/slurm/rank.sh {ROOT}/{LLAMA} "

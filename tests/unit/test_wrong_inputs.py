@@ -234,15 +234,20 @@ submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is 
 submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launch/pretrain_llama.sh
 submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --save-retain-interval 5 | error: --keep N
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
+submit --cluster cpu.env --nodes 0 launch/pretrain_llama.sh | error: --nodes, --slices and --keep must be at least 1
 simreg-megatron prepare | invalid choice: 'prepare'
-simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | --tokens: invalid _count value: '20X'
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | --tokens: invalid count value: '20X'
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens inf | --tokens: invalid count value: 'inf'
+simreg-megatron data prepare few.jsonl --out n --train-tokenizer 32000 | error: no tokenizer of 32000 pieces can be
 simreg-megatron data prepare few.jsonl --tokenizer TOK | the following arguments are required: --out
 simreg-megatron data prepare none.jsonl --out n --tokenizer TOK | error: none.jsonl has nothing to read: give a .jsonl
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl --valid-share 0.1 | not allowed with
 simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet cannot be read: Arrow
+simreg-megatron evaluate --model a=. --output scores --tasks arc_eazy | error: lm-evaluation-harness has no task
+simreg-megatron export-hf --load data --ckpt-step -5 --save model | error: data has no checkpoint '-5': give --ckpt-step
 simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
 simreg-megatron import-hf --model meta/Llama --save start | error: meta/Llama lacks config.json or model*.safetensors
-simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
+simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER, a folder
 simreg-megatron doctor --script none.py | cannot read none.py as Python
 """
 
