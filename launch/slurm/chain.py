@@ -104,7 +104,7 @@ class Chain:
         events = self.events()
         began = next((event["iteration"] for event in reversed(events) if event["event"] == "begin"), 0)
         others = (event for event in reversed(events) if event["slice"] != self.ids["slice"])  # not of its restarts
-        last = next((event for event in others if event["event"] == "end"), None)
+        previous = next((event for event in others if event["event"] == "end"), None)
         self._note("end", iteration, status=status, failed=status != 0 or iteration <= began)
         if has_ended:
             return self._end_chain("the run has reached its end")
@@ -114,7 +114,7 @@ class Chain:
             self.say(f"ends with status {status} at iteration {iteration}, where the next slice resumes")
         else:
             failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
-            if last is not None and last["iteration"] == iteration and last["failed"]:
+            if previous is not None and previous["iteration"] == iteration and previous["failed"]:
                 self.say(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
                 return _FAILED
             self.say(f"{failure}: one more try")

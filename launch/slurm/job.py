@@ -137,7 +137,7 @@ def _head(job: Job) -> Iterator[str]:
         "--cpus-per-task": site.cpus_per_task,
         "--time": job.time,
         "--array": f"1-{job.slices}%1",  # the chain: one slice at a time
-        "--output": "/dev/null",  # the script opens its log itself: SLURM ends a job whose it cannot, without a word
+        "--output": "/dev/null",  # the script opens its log: SLURM ends a job without a word if it cannot
         # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
         "--signal": f"{SAVE_AND_LEAVE}@{max(1, job.reserve // 2)}",
     }
