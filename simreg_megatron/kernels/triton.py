@@ -145,7 +145,7 @@ def _pairs(
         exponentials = tl.where(meet, exponentials, 0.0)
         same = label_i[:, None] == label_j[None, :]
         if BACKWARD:
-            to_b = num_chunks * length  # from a to b
+            to_b = num_chunks * length
             a_i, a_j = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + at_j, in_j, 0.0)
             b_i, b_j = tl.load(coeffs + to_b + at_i, in_i, 0.0), tl.load(coeffs + to_b + at_j, in_j, 0.0)
             stored = _weights_of(exponentials, same, a_i, a_j, b_i, b_j, scale_i, scale_j).to(pairs.dtype.element_ty)
@@ -193,7 +193,7 @@ def _terms(sums, shift, tiles, height, label_ids, scale, length, first, temperat
     rounded = 1.0 + u  # log(1 + u) = log(rounded) u / (rounded - 1), also where the sum lost digits of u
     term = tl.where(rounded == 1.0, u, tl.log(rounded) * (u / (rounded - 1.0)))
     a = tl.where(u == 0.0, 0.0, 1.0 / (rounded * positives * temperature))
-    at, to_b = chunk * height + i, tl.num_programs(0) // blocks * height  # from a to b
+    at, to_b = chunk * height + i, tl.num_programs(0) // blocks * height
     tl.store(terms + at, term.to(tl.float32), inside)
     tl.store(slopes + at, a.to(tl.float32), inside)
     tl.store(slopes + to_b + at, (a * u).to(tl.float32), inside)
@@ -214,7 +214,7 @@ def _weights(
     blocks = tl.cdiv(height, ROWS)
     chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     in_i, at_i = i < height, chunk * length + first + i
-    to_b = num_chunks * length  # from a to b
+    to_b = num_chunks * length
     scale_i, label_i = tl.load(scale + at_i, in_i, 0.0), tl.load(label_ids + at_i, in_i, -1)
     a_i, b_i = tl.load(coeffs + at_i, in_i, 0.0), tl.load(coeffs + to_b + at_i, in_i, 0.0)
     place = pairs + chunk.to(tl.int64) * height * pitch + i[:, None].to(tl.int64) * pitch

@@ -69,7 +69,7 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
     Tensor-parallel ranks hold parts of the vocabulary and each brings its own N states: a collective over them.
 
     Args:
-        states: [N, D], what enters the output layer; N is the same on all ranks of the group.
+        states: [N, D], what enters the output layer; N, which may be 0, is the same on all ranks of the group.
         labels: int64 [N]; one below 0 is never predicted: -inf.
 
     Source: arXiv 2605.08809, before its Lemma 1.

@@ -34,7 +34,7 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
 
 
 class Scalars(nn.Module):
-    """Parameters of one number each, read by calling the module: `--overlap-param-gather` waits in its forward hook."""
+    """Parameters of one number each, read by calling the module, as `--overlap-param-gather` waits in its pre-hook."""
 
     def __init__(self, start: dict[str, float]) -> None:
         super().__init__()

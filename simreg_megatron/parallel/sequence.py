@@ -221,7 +221,7 @@ class _RunLabels(NamedTuple):
 
 
 def _view(window: Window, own: _RunLabels, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
-    """Build the view of one window's anchors; their roles may need the names of more tokens than the window's."""
+    """Build the view of one window's anchors; their roles may need the labels of more tokens than the window's."""
     inside = slice(*_relative(window.tokens, own.run))
     return View(
         window.tokens, rows.at(window.tokens), own.labels[:, inside], own.usable[:, inside],

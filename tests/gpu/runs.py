@@ -18,7 +18,7 @@ from simreg_megatron.cpu.installed import broken_transformer_engine
 from simreg_megatron.losses.simreg import FAST_IMPLS
 from tests.megatron.runs import PRETRAIN, torchrun
 
-IMPLS = FAST_IMPLS  # every fast form of the loss
+IMPLS = FAST_IMPLS  # every fast implementation of the loss
 STEPS = 6  # layers are captured as CUDA graphs after the third
 MODEL = (
     "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--ffn-hidden-size", "256",
