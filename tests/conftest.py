@@ -72,7 +72,7 @@ REASONS = {
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if OLD_TORCH and item.get_closest_marker("megatron"):
         pytest.skip(WITHOUT_A_GPU)
-    if OLD_TORCH and item.name.startswith("test_no_change_adds_launches"):  # where that error would abort
+    if OLD_TORCH and item.name.startswith(("test_no_change_adds_launches", "test_at_most_256")):  # they would abort
         pytest.skip(REASONS["CUDA driver version is insufficient"])
 
 
