@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaGC: every parameter is clipped by its own history of norms (arXiv 2502.11034), as SimReg's runs are.
 
-    h_i = min(1, rel * gamma_i / ||g_i||)                        g_i <- h_i g_i
-    gamma_i <- beta * gamma_i + (1 - beta) * h_i ||g_i||
+    h_i = rel * gamma_i / (||g_i|| + eps) if ||g_i|| > rel * gamma_i, else 1;    g_i <- h_i g_i
+    gamma_i <- beta * gamma_i + (1 - beta) * min(||g_i||, rel * gamma_i)
 
 and during a warm-up, while the gammas are found,
 
-    h = min(1, abs / ||g||),  ||g||^2 = sum_i ||g_i||^2           gamma_i <- min(gamma_i, h ||g_i||).
+    h = min(1, abs / (||g|| + eps)),  ||g||^2 = sum_i ||g_i||^2;    gamma_i <- min(gamma_i, h ||g_i||).
 
-Shapes: N parameters, one entry each, in an order that the caller keeps.
+eps is 1e-6. Shapes: N parameters, one entry each, in an order that the caller keeps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EPS = 1e-6
 _UNSEEN = torch.inf  # the gamma of a parameter that had no gradient yet: the first norm lies below
 
 
-class Clipped(NamedTuple):
+class ClipResult(NamedTuple):
     """Result of clipping one step."""
 
     coefficients: Tensor  # [N], each at most 1
@@ -39,7 +39,7 @@ class AdaGC:
         warmup_iters: steps of the warm-up.
         variant: "clipped" as above; "raw": during the warm-up gamma follows the norm before clipping; "global": one
             average, of the global norm, for all parameters.
-        apart: bool [N], parameters that have a global norm of their own in the warm-up.
+        separate: bool [N], parameters that have a global norm of their own in the warm-up.
 
     Source: Wang et al., AdaGC, arXiv 2502.11034; eps and the warm-up's constants are those of the authors' public
     Megatron patch. That a parameter without a gradient keeps its gamma is our choice: a minimum of 0 would freeze it.
@@ -54,15 +54,15 @@ class AdaGC:
         beta: float = 0.99,
         warmup_iters: int = 100,
         variant: str = "clipped",
-        apart: Tensor | None = None,
+        separate: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.lambda_rel, self.lambda_abs, self.beta = lambda_rel, lambda_abs, beta
-        self.warmup_iters, self.variant, self._apart = warmup_iters, variant, apart
+        self.warmup_iters, self.variant, self._separate = warmup_iters, variant, separate
         self.steps = 0
         self.gammas = torch.full((1 if variant == "global" else num_parameters,), _UNSEEN, device=device)
 
-    def step(self, squares: Tensor) -> Clipped:
+    def step(self, squares: Tensor) -> ClipResult:
         """Take the squared norms [N] of one step's gradients; nothing waits for the device.
 
         Where they are not all finite, no average moves; it is the caller who leaves such a step out.
@@ -72,9 +72,9 @@ class AdaGC:
         self.steps += 1
         if self.steps <= self.warmup_iters:
             global_norms = global_norm
-            if self._apart is not None:
-                theirs, others = (torch.where(some, squares, 0.0).sum() for some in (self._apart, ~self._apart))
-                global_norms = torch.where(self._apart, theirs, others).sqrt().to(self.gammas)
+            if self._separate is not None:
+                separate, main = (torch.where(mask, squares, 0.0).sum() for mask in (self._separate, ~self._separate))
+                global_norms = torch.where(self._separate, separate, main).sqrt().to(self.gammas)
             coefficients = (self.lambda_abs / (global_norms + _EPS)).clamp(max=1.0)
             gammas = torch.minimum(self.gammas, own if self.variant == "raw" else coefficients * own)
         else:
@@ -83,4 +83,4 @@ class AdaGC:
             coefficients = torch.where(own > limits, limits / (own + _EPS), 1.0)
             gammas = self.beta * before + (1 - self.beta) * torch.minimum(own, limits)
         self.gammas = torch.where((own > 0) & global_norm.isfinite(), gammas, self.gammas)
-        return Clipped(coefficients.expand(norms.shape), global_norm)
+        return ClipResult(coefficients.expand(norms.shape), global_norm)

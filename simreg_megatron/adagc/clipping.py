@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.adagc import AdaGC, Clipped
-from simreg_megatron.adagc.gradients import Named, gradient_of, members, named_parameters, refuse_hidden, stepped_on
+from simreg_megatron.adagc import AdaGC, ClipResult, gradients
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.notices import log_once
 
@@ -28,18 +27,18 @@ _NO_STEPS: tuple[int, Any, Any, Any] = (0, 0.0, math.inf, 0.0)
 """Of a log interval: steps, sum of the shares of clipped parameters, smallest coefficient, sum of the norms."""
 
 
-class Held(NamedTuple):
-    """A tensor that the optimizer steps on: a parameter, its float32 copy, or this rank's piece of that."""
+class Target(NamedTuple):
+    """A tensor whose gradient is clipped: a `MainParameter`, by the slot of its model parameter."""
 
     tensor: Any
     slot: int
-    contributes: bool
+    is_counted: bool
 
 
 @functools.lru_cache(maxsize=8)
-def _indices(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return these indices on the device, where most steps have the same."""
-    return torch.tensor(places, dtype=torch.int64, device=device)
+def _on_device(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return these slots as a tensor; most steps have the same."""
+    return torch.tensor(slots, dtype=torch.int64, device=device)
 
 
 class Clipping:
@@ -49,7 +48,7 @@ class Clipping:
         self.config = config
         self._loaded: dict[str, Any] | None = None
         self._names: list[str] = []  # of the parameters, by slot
-        self._held: list[Held] = []
+        self._targets: list[Target] = []
         self._adagc: Any = None  # an AdaGC, from `attach` on
         self._norms: tuple[Any, ...] = ()  # Megatron's, of this step
         self._sums = _NO_STEPS
@@ -60,23 +59,23 @@ class Clipping:
 
         `models` are the parts of the model on this rank, without Megatron's wrappers; `args` Megatron's arguments.
         """
-        refuse_hidden(args)
-        all_members = list(members(optimizer))
-        named = {id(entry.parameter): entry for entry in named_parameters(models)}
+        gradients.refuse_hidden(args)
+        optimizers = list(gradients.single_optimizers(optimizer))
+        named = {id(entry.parameter): entry for entry in gradients.model_parameters(models)}
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [entry.name for entry in named.values()])
         self._names = sorted(set().union(*gathered))
         slots = {name: slot for slot, name in enumerate(self._names)}
-        for member in all_members:
-            for tensor, parameter, counts in stepped_on(*member):
-                entry: Named = named[id(parameter)]
-                self._held.append(Held(tensor, slots[entry.name], entry.contributes and counts))
+        for single, owns in optimizers:
+            for tensor, parameter, is_counted in gradients.main_parameters(single, owns):
+                entry = named[id(parameter)]
+                self._targets.append(Target(tensor, slots[entry.name], entry.is_counted and is_counted))
         device = torch.device(torch.cuda.current_device())
-        refuse_miscounted(self._names, self._held, {slots[entry.name]: entry.whole for entry in named.values()}, device)
-        apart = _apart(named.values(), slots, self.config.variant, device)
-        self._adagc = AdaGC(len(self._names), **asdict(self.config), apart=apart, device=device)
-        for member, _ in all_members:
-            settings = member.config
+        refuse_miscounted(self._names, self._targets, {entry.name: entry.whole for entry in named.values()}, device)
+        separate = _separate_group(named.values(), slots, self.config.variant, device)
+        self._adagc = AdaGC(len(self._names), **asdict(self.config), separate=separate, device=device)
+        for single, _ in optimizers:
+            settings = single.config
             self._undo.callback(setattr, settings, "clip_grad", settings.clip_grad)
             settings.clip_grad = 0.0
         self._restore()
@@ -88,18 +87,20 @@ class Clipping:
             f"beta {self.config.beta:g}, {self.config.warmup_iters} warm-up steps below a global norm of "
             f"{self.config.lambda_abs:g}, instead of --clip-grad"
         )
+        if self.config.lambda_rel <= 1:
+            log_once("AdaGC: warning: with lambda-rel 1 or below no average ever rises, and gradients shrink for good")
 
     def _wrap(self, optimizer: Any) -> None:
         get_grad_norm, step_with_ready_grads = optimizer.get_grad_norm, optimizer.step_with_ready_grads
         # From 0.19 on the norm of detached prediction heads is another one, computed while Megatron clips.
         norms_by_group = getattr(optimizer, "_compute_grad_norms_by_group", dict)
 
-        def remembered() -> Any:
+        def get_and_keep_norm() -> Any:
             norm = get_grad_norm()
             self._norms = norm, *norms_by_group().values()
             return norm
 
-        def clipped() -> Any:
+        def clip_and_step() -> Any:
             result = self.clip()
             # The first host sync of the step; the clipping kernels are queued already.
             if not all(math.isfinite(norm) for norm in self._norms):
@@ -111,7 +112,7 @@ class Clipping:
             self._sums = steps + 1, share, smallest, norm + result.global_norm.double()
             return step_with_ready_grads()
 
-        optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
+        optimizer.get_grad_norm, optimizer.step_with_ready_grads = get_and_keep_norm, clip_and_step
         for name, before in (("get_grad_norm", get_grad_norm), ("step_with_ready_grads", step_with_ready_grads)):
             self._undo.callback(setattr, optimizer, name, before)
 
@@ -120,19 +121,19 @@ class Clipping:
         self._undo.close()
 
     @torch.no_grad()
-    def clip(self) -> Clipped:
+    def clip(self) -> ClipResult:
         """Scale every gradient by its coefficient. A collective; nothing waits for the device."""
-        grads = [(held, grad) for held in self._held if (grad := gradient_of(held.tensor)) is not None]
+        grads = [(each, grad) for each in self._targets if (grad := gradients.gradient_of(each.tensor)) is not None]
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._adagc.gammas.device)
-        counted = [(held.slot, grad) for held, grad in grads if held.contributes and grad.numel()]
+        counted = [(target.slot, grad) for target, grad in grads if target.is_counted and grad.numel()]
         if counted:
             norms = torch.stack(torch._foreach_norm([grad for _, grad in counted], 2, dtype=torch.float32))
-            slots = _indices(tuple(slot for slot, _ in counted), squares.device)
+            slots = _on_device(tuple(slot for slot, _ in counted), squares.device)
             squares.index_add_(0, slots, norms.double().square())
         dist.all_reduce(squares)
-        result: Clipped = self._adagc.step(squares)
+        result: ClipResult = self._adagc.step(squares)
         if grads:
-            slots = _indices(tuple(held.slot for held, _ in grads), squares.device)  # few, if ranks hold other experts
+            slots = _on_device(tuple(target.slot for target, _ in grads), squares.device)
             torch._foreach_mul_([grad for _, grad in grads], result.coefficients.float()[slots].unbind())
         return result
 
@@ -189,11 +190,11 @@ class Clipping:
         }
 
 
-def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int], device: torch.device) -> None:
+def refuse_miscounted(names: list[str], targets: list[Target], sizes: dict[str, int], device: torch.device) -> None:
     """Check that every element of every parameter counts on exactly one rank, else its norm is wrong. A collective."""
-    counted, expected = [0] * len(names), [whole.get(slot, 0) for slot in range(len(names))]
-    for piece in held:
-        counted[piece.slot] += piece.tensor.numel() if piece.contributes else 0
+    counted, expected = [0] * len(names), [sizes.get(name, 0) for name in names]
+    for target in targets:
+        counted[target.slot] += target.tensor.numel() if target.is_counted else 0
     counted, expected = torch.tensor([counted, expected], dtype=torch.int64, device=device)
     dist.all_reduce(counted)
     dist.all_reduce(expected, op=dist.ReduceOp.MAX)
@@ -204,15 +205,16 @@ def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int],
         )
 
 
-def _apart(named: Iterable[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
-    """Find parameters of detached prediction heads, which have a norm of their own: bool [N], or None. A collective."""
-    theirs = {entry.name for entry in named if getattr(entry.parameter, "grad_norm_group", None) is not None}
-    is_apart = torch.tensor([name in theirs for name in slots], dtype=torch.int64, device=device)
-    dist.all_reduce(is_apart, op=dist.ReduceOp.MAX)
-    if not is_apart.any():
+def _separate_group(named: Iterable[Any], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
+    """Find the parameters of detached prediction heads, which Megatron puts into a grad-norm group of their own: bool
+    [N], or None. A collective."""
+    members = {entry.name for entry in named if getattr(entry.parameter, "grad_norm_group", None) is not None}
+    is_separate = torch.tensor([name in members for name in slots], dtype=torch.int64, device=device)
+    dist.all_reduce(is_separate, op=dist.ReduceOp.MAX)
+    if not is_separate.any():
         return None
     if variant == "global":
         raise NotImplementedError(
             "--adagc-variant global has one norm, and --mtp-detach-heads asks for a second one: drop one of them"
         )
-    return is_apart.bool()
+    return is_separate.bool()

@@ -33,22 +33,22 @@ _OF_SHARDS = (  # DistributedOptimizer
 _OF_COPIES = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
 
 
-class Named(NamedTuple):
+class ModelParameter(NamedTuple):
     name: str
     parameter: Any
-    contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
+    is_counted: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
     whole: int  # elements of the parameter, over all tensor-parallel ranks
 
 
-class Stepped(NamedTuple):
+class MainParameter(NamedTuple):
     """A tensor that an optimizer steps on: a parameter, its float32 copy, or this rank's piece of one."""
 
     tensor: Any
     parameter: Any  # the model's
-    counts: bool  # its gradient counts in sums over all ranks: no other data-parallel rank counts the same
+    is_counted: bool  # its gradient counts in sums over all ranks: no other data-parallel rank counts the same
 
 
-def named_parameters(models: list[Any]) -> Iterator[Named]:
+def model_parameters(models: list[Any]) -> Iterator[ModelParameter]:
     """List the trained parameters of this rank's pipeline stages, given without Megatron's wrappers."""
     for model in models:
         layers = {
@@ -70,8 +70,8 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
                 )
             rank, size = _tensor_rank_and_size(parameter)
             is_cut = bool(getattr(parameter, "tensor_model_parallel", False) or _CUT_UNMARKED.search(name))
-            contributes = not is_copy and (is_cut or rank == 0)
-            yield Named(name, parameter, contributes, int(parameter.numel()) * (size if is_cut else 1))
+            is_counted = not is_copy and (is_cut or rank == 0)
+            yield ModelParameter(name, parameter, is_counted, int(parameter.numel()) * (size if is_cut else 1))
 
 
 def _tensor_rank_and_size(parameter: Any) -> tuple[int, int]:
@@ -109,37 +109,37 @@ def refuse_hidden(args: Any) -> None:
             )
 
 
-def members(optimizer: Any, alone: bool = False) -> Iterator[tuple[Any, bool]]:
-    """List the optimizers of a chain, and of chains in it; alone: no other data-parallel rank steps on the same."""
+def single_optimizers(optimizer: Any, owns: bool = False) -> Iterator[tuple[Any, bool]]:
+    """List the optimizers of a chain, and of chains in it; owns: no other data-parallel rank steps on the same."""
     if not hasattr(optimizer, "chained_optimizers"):
-        yield optimizer, alone
+        yield optimizer, owns
         return
     if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":  # one dense replica alone deals nothing out
-        alone = alone or getattr(optimizer, "dp_cp_params_list", ()) is not None
-    for member in optimizer.chained_optimizers:
-        yield from members(member, alone)
+        owns = owns or getattr(optimizer, "dp_cp_params_list", ()) is not None
+    for each in optimizer.chained_optimizers:
+        yield from single_optimizers(each, owns)
 
 
-def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
-    """List the tensors that a member steps on, on this rank; NotImplementedError for one of another kind."""
+def main_parameters(optimizer: Any, owns: bool = False) -> Iterator[MainParameter]:
+    """List what a single optimizer steps on, on this rank; NotImplementedError for an optimizer of another kind."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if all(hasattr(optimizer, name) for name in _OF_SHARDS):
         # Every data-parallel rank has pieces of its own; further instances of the optimizer have the same pieces again.
-        counts = getattr(optimizer, "distributed_optimizer_instance_id", 0) == 0
-        yield from (Stepped(tensor, parameter, counts) for tensor, parameter in _shards(optimizer))
+        is_counted = getattr(optimizer, "distributed_optimizer_instance_id", 0) == 0
+        yield from (MainParameter(tensor, parameter, is_counted) for tensor, parameter in _shards(optimizer))
     elif all(hasattr(optimizer, name) for name in _OF_COPIES):
         main = zip(_flat(optimizer.fp32_from_float16_groups), _flat(optimizer.float16_groups), strict=True)
         whole = [*main, *((parameter, parameter) for parameter in _flat(optimizer.fp32_from_fp32_groups))]
-        yield from (Stepped(tensor, parameter, alone or _is_first_replica(parameter)) for tensor, parameter in whole)
+        yield from (MainParameter(*pair, owns or _is_first_replica(pair[1])) for pair in whole)
     elif type(optimizer).__name__ == "FP32Optimizer":
         for parameter in _flat([group["params"] for group in optimizer.param_groups]):
-            yield Stepped(parameter, parameter, alone or _is_first_replica(parameter))
+            yield MainParameter(parameter, parameter, owns or _is_first_replica(parameter))
     else:
         raise NotImplementedError(
             "--adagc and Megatron's layer-wise optimizer, which spreads whole parameters over ranks, need --bf16: add "
             "it, or drop --use-distributed-optimizer or --adagc"
-            if alone
+            if owns
             else f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc"
         )
 

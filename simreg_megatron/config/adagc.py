@@ -17,7 +17,8 @@ class AdaGCConfig:
     """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`. ValueError if one is impossible.
 
     Attributes:
-        lambda_rel: how far above its moving average a parameter's gradient norm may rise.
+        lambda_rel: times its moving average, the largest gradient norm of a parameter; above 1 (1.04: 4 % higher), else
+            no average ever rises again.
         lambda_abs: largest global norm during the warm-up.
         beta: of the moving average.
         warmup_iters: steps that are clipped by their global norm.

@@ -14,8 +14,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from simreg_megatron.config.values import number_of
 from simreg_megatron.notices import refuse
+from simreg_megatron.objectives.record import number_of
 
 SHAPES = ("constant", "linear", "cosine")
 _HIGHEST = 1000  # times lambda

@@ -15,7 +15,7 @@ from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.notices import refuse
-from simreg_megatron.objectives.record import Pairs, checked_option, checked_options, counts_from_one, parse_options
+from simreg_megatron.objectives.record import Pairs, checked_option, checked_options, is_count, number_of, parse_options
 
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
@@ -58,14 +58,6 @@ def refuse_other_kinds(of: str, settings: Any) -> None:
             object.__setattr__(settings, field.name, plain(value))
 
 
-def number_of(text: object) -> float:
-    """Return the number that a text, or a number, is; NaN if it is none."""
-    try:
-        return math.nan if isinstance(text, bool) else float(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
-
-
 def checked_lambda(value: float | str) -> float | str:
     number = number_of(value)
     if value == "auto" or 0 <= number < math.inf:
@@ -79,7 +71,7 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
     """("final",), (3, "final"), or the same as text: "3,final". Numbers first, each once, ascending."""
     entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
     texts: list[Any] = [str(word).strip() for word in entries]
-    wrong = [text for text in texts if text != "final" and not counts_from_one(text)] if texts else [value]
+    wrong = [text for text in texts if text != "final" and not is_count(text)] if texts else [value]
     if wrong:
         raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {wrong[0]!r}")
     return (*sorted({int(text) for text in texts if text != "final"}), *(("final",) if "final" in texts else ()))
@@ -101,15 +93,15 @@ def checked_together(settings: Settings, defaults: Settings, parts: Sequence[Any
          f"SimReg objective {of_head} is of the final states only, which enter the output layer: drop "
          "--simreg-layers and --simreg-placement"),
     )  # fmt: skip
-    pairs = parse_options(settings["objective_options"])
-    return (*options, *((name, float(str(value))) for name, value in pairs if name.endswith(".temperature")))
+    given = parse_options(settings["objective_options"]).items()
+    return (*options, *((name, float(str(value))) for name, value in given if name.endswith(".temperature")))
 
 
 def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, Any]]:
     """Return the settings of each objective: its weight as its lambda, and those of the given options that it knows."""
     weights = _weights(settings["objective"])
     options: dict[str, dict[str, object]] = {name: {} for name in weights}
-    for word, value in parse_options(settings["objective_options"]):
+    for word, value in parse_options(settings["objective_options"]).items():
         objective, dot, name = word.rpartition(".")
         if not dot or objective not in weights:
             raise ValueError(

@@ -204,7 +204,7 @@ SCE = Objective(
         "target": ("label", "instance"), "exclude_self": ("no", "yes"), "coupling": 0.5, "target_temperature": 0.07,
     },
     limits={"coupling": (0, 1), "target_temperature": (1e-4, 1e4)},
-    idle_with={"target_temperature": ("coupling", 1), "target": ("coupling", 0)},
+    idle_with={"target_temperature": {"coupling": 1, "exclude_self": "no"}, "target": {"coupling": 0}},
     excludes={("exclude_self=yes", "target=instance"):
               "exclude_self=yes leaves target=instance without its only entry: use target=label"},
     invariant=("scale", "rotation", "names", "order"),

@@ -136,7 +136,7 @@ CPRETRAIN = Objective(
     kind_of=lambda options: Kind.SEQUENCES if options["level"] == "sequence" else Kind.PAIRS,
     asks="each token closer to the next of its label than to those of other pairs",
     options={"same_label": SAME_LABEL, "level": ("token", "sequence"), "scale": ("fixed", "learned")},
-    idle_with={"same_label": ("level", "sequence")}, other_options=("level", "scale"),
+    idle_with={"same_label": {"level": "sequence"}}, other_options=("level", "scale"),
     check=_check, scalars=_scalars,
     takes_rows=lambda options: options["level"] == "sequence",
     invariant=("scale", "rotation", "names"),

@@ -114,6 +114,9 @@ def mic_value(
     """
     check_choice("pool", options.pool, POOLS)
     check_choice("norm_scope", options.norm_scope, NORM_SCOPES)
+    for name, (least, most) in MIC.limits.items():
+        if not least <= getattr(options, name) <= most:
+            raise ValueError(f"{name} must be from {least:g} to {most:g}, got {getattr(options, name)!r}.")
     rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
     rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
     prefixes = prefixes_within(options.prefixes, rows.shape[-1], rows.shape[-1] - 1)
@@ -261,19 +264,20 @@ _PARTS = ("correlation", "variance", "balance", "uniformity")
 MIC = Objective(
     name="mic", kind=Kind.SUMS, terms=mic_terms,
     asks="first features that do not repeat the others, and are spread", labels="no",
-    sent="means, deviations, and a matrix of correlations",
+    sent="means, deviations, and a matrix of correlations; with `pool=token` the prefixes of all states",
     options={
         "prefixes": "auto", "pool": POOLS, "norm_scope": NORM_SCOPES,
         "threshold": 0.1, "t": 2.0, **dict.fromkeys(_PARTS, 1.0),
     },
-    limits=dict.fromkeys(("threshold", "t", *_PARTS), (0, math.inf)),
+    limits={"threshold": (0, 0.99), "t": (1e-4, math.inf), **dict.fromkeys(_PARTS, (0, math.inf))},
     idle_with={
-        "threshold": ("correlation", 0), "t": ("uniformity", 0),
-        "norm_scope": ("correlation variance", 0), "pool": ("balance uniformity", 0),
+        "threshold": {"correlation": 0}, "t": {"uniformity": 0},
+        "norm_scope": {"correlation": 0, "variance": 0}, "pool": {"balance": 0, "uniformity": 0},
     },
     excludes={tuple(f"{part}=0.0" for part in _PARTS):
               "the weights of all four parts of SimReg objective mic are 0: leave one above 0"},
-    has_chunks=lambda options: options["pool"] == "chunk", takes_rows=lambda options: True,
+    has_chunks=lambda options: options["pool"] == "chunk" and bool(options["balance"] or options["uniformity"]),
+    takes_rows=lambda options: True,
     prefixes_below_width=True,  # it compares with the rest
     example=ExampleSettings(weight=0.02), invariant=("names", "order"),
 )  # fmt: skip

@@ -185,7 +185,7 @@ SIGMOID = Objective(
         "trains": ("both", "t", "bias", "none"), "bias": 0.0, "self_positive": _SELF_POSITIVES,
         "pairs": ("labels", "hidden-head"), "adapter": ("no", "yes"),
     },
-    idle_with={"self_positive": ("pairs", "hidden-head")},  # where a token meets its own row in any case
+    idle_with={"self_positive": {"pairs": "hidden-head"}},  # where a token meets its own row in any case
     excludes={("adapter=yes", "pairs=labels"):
               "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"},
     other_options=("trains", "pairs", "adapter"), scalars=_scalars,

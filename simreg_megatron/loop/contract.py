@@ -23,8 +23,6 @@ from simreg_megatron.parallel import learnable
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.loop import begin_run
 
-_ENDLESS = 10**12  # iterations
-
 
 class ContractError(RuntimeError):
     """The loop does not train with SimReg, or SimReg changes what it should not."""
@@ -66,7 +64,7 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     if not config.trains:
         raise ValueError("there is nothing to check while lambda is 0: install SimReg with the settings of the run")
     # Look at a step with the whole of lambda.
-    regularizer.set_iteration(config.every * (config.start_iter + config.warmup_iters), num_iterations=_ENDLESS)
+    regularizer.set_iteration(config.every * (config.start_iter + config.warmup_iters), num_iterations=10**12)
     try:
         return _check(models, forward_backward)
     finally:
@@ -101,6 +99,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         (num_with != len(without),
          f"{len(without)} parameters have a gradient without SimReg and {num_with} with it: "
          "forward_backward must not return before all gradients are computed"),
+        (not all(map(math.isfinite, moved)), "with SimReg a gradient is not finite: look at the hidden states"),
         (not any(moved) and state.regularizer().has_gradient_arrived,
          "no gradient changes with SimReg: its own is too small to change a digit; take real text"),
         (not any(moved),

@@ -197,18 +197,12 @@ def load_kernels(impl: str) -> Kernels:
     return TritonKernels()
 
 
-def _logits(block: Block, logits_of: Callable[..., Tensor], temperature: float) -> Tensor:
-    """Shifted logits [m, p, k] of every anchor with every token of its chunk; exactly 0 with itself."""
-    anchors = block.rows[:, slice(*block.anchors)]
-    return logits_of(anchors, block.rows, temperature).masked_fill(self_pairs(block), 0.0)
-
-
 def _contrast(block: Block, logits_of: Callable[..., Tensor], temperature: float, self_positive: str) -> Tensor:
     """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, p]; hugely negative where N_i is empty."""
-    logits = _logits(block, logits_of, temperature)
-    positive, negative = label_pairs(block)
+    (positive, negative), itself = label_pairs(block), self_pairs(block)
+    logits = logits_of(block.rows[:, slice(*block.anchors)], block.rows, temperature).masked_fill(itself, 0.0)
     if self_positive != "always":
-        others = positive & ~self_pairs(block)
+        others = positive & ~itself
         alone = ~others.any(dim=-1, keepdim=True)
         positive = others if self_positive == "never" else torch.where(alone, positive, others)
     return log_sum(logits, negative) - log_sum(logits, positive)

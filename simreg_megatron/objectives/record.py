@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +74,7 @@ class Objective:
         temperature: the default, or None if it has none.
         options: by name, the default first; see `OptionKind`.
         limits: the least and the most that an option may be, for numbers that have both or one of them.
-        idle_with: by name of an option, the other one (or several, "a b") and the value with which it has no effect.
+        idle_with: by name of an option, the values of other ones with which it has no effect.
         excludes: what is wrong with some choices together, such as ("exclude_self=yes", "target=instance").
         other_options: options that only the plugin reads; they are not passed to the terms.
         terms: computes its terms, see `Kind`; None for SimReg.
@@ -84,7 +83,8 @@ class Objective:
         warning: (options); a warning for the start of the run, or None.
         trains: whether it adds to the gradient at all.
         draws: whether each iteration draws random numbers of its own.
-        relabels: (config, labels [B, n], usable, tokens of a sequence, iteration); for SimReg on other labels, these.
+        relabels: (config, labels [B, n], usable, documents or None, tokens of a sequence, iteration); for SimReg on
+            other labels, these.
         meets_heads: whether states are compared with rows of the output layer.
         has_chunks: whether the chunk size has an effect.
         takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.
@@ -105,7 +105,7 @@ class Objective:
     temperature: float | None = None
     options: Mapping[str, OptionKind] = field(default_factory=dict)
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    idle_with: Mapping[str, tuple[str, str | float]] = field(default_factory=dict)
+    idle_with: Mapping[str, Mapping[str, str | float]] = field(default_factory=dict)
     excludes: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     other_options: tuple[str, ...] = ()
     terms: Callable[..., Any] | None = None
@@ -150,16 +150,23 @@ class Objective:
         for name, known in self.options.items():
             if not (isinstance(known, str | int | float) or (isinstance(known, tuple) and known)):
                 return f"its option {name} has {known!r} where words or a default belong"
+        named = self.limits.keys() | self.idle_with.keys() | set().union(*self.idle_with.values())
+        if unknown := sorted(named - self.options.keys()):
+            return f"limits or idle_with name options that it does not have: {', '.join(unknown)}"
+        defaults = {name: checked_option(name, known, None) for name, known in self.options.items()}
+        scalars = self.scalars(defaults, self.temperature or 1.0)
+        if scalars and self.kind in (Kind.SUMS, Kind.HEAD):
+            return f"it trains {', '.join(scalars)}, which terms of its kind are not given"
         taken = inspect.signature(self.terms).parameters
-        given = {"temperature"} if self.temperature is not None else set()
+        given = {"temperature", *scalars} if self.temperature is not None else {*scalars}
         missing = (given | self.options.keys()) - set(self.other_options) - taken.keys()
         if self.kind is not Kind.PAIRS or any(one.kind is one.VAR_KEYWORD for one in taken.values()) or not missing:
             return ""
         return f"its terms do not take {', '.join(sorted(missing))}"
 
 
-def parse_options(value: object) -> list[tuple[str, object]]:
-    """Read options given as a mapping, as pairs, or as text: "form=supcon_out,self_positive=never"."""
+def parse_options(value: object, prefix: str = "") -> dict[str, object]:
+    """Read options given as a mapping, as pairs, or as text: "form=supcon_out"; the prefix may stand before each."""
     if isinstance(value, str):
         pairs: list[Any] = [word.partition("=")[::2] for word in value.split(",") if word]
     elif isinstance(value, Mapping):
@@ -170,20 +177,19 @@ def parse_options(value: object) -> list[tuple[str, object]]:
         if not (isinstance(pair, list | tuple) and len(pair) == 2):
             kinds = 'a mapping, pairs, or text such as "form=supcon_out,self_positive=never"'
             raise ValueError(f"SimReg objective options must be {kinds}, not {pair!r}")
-    named = []
+    named: dict[str, object] = {}
     for word, setting in pairs:  # "self-positive" is self_positive; the objective before a dot keeps its hyphens
         objective, dot, name = str(word).strip().rpartition(".")
-        named.append((objective + dot + name.replace("-", "_"), setting))
-    for name, count in Counter(name for name, _ in named).items():
-        if count > 1:
-            raise ValueError(f"SimReg objective option {name} is given {count} times: leave one of them")
+        name = (objective + dot + name.replace("-", "_")).removeprefix(prefix)
+        if name in named:
+            raise ValueError(f"SimReg objective option {name} is given more than once: leave one of them")
+        named[name] = setting
     return named
 
 
 def checked_options(objective: Objective, value: object) -> Pairs:
     """Return all options of the objective, with defaults for those not given; its own name may stand before each."""
-    prefix = f"{objective.name}."
-    known, given = objective.options, {name.removeprefix(prefix): setting for name, setting in parse_options(value)}
+    known, given = objective.options, parse_options(value, f"{objective.name}.")
     for name, setting in given.items():
         if name not in known:
             raise ValueError(
@@ -196,11 +202,11 @@ def checked_options(objective: Objective, value: object) -> Pairs:
         if not least <= float(values[name]) <= most:
             may_be = f"at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
             faults.append(f"SimReg objective option {name} must be {may_be}, not {values[name]:g}")
-    for name, (others, setting) in objective.idle_with.items():
-        named = others.split()
-        if values[name] != checked_option(name, known[name], None) and all(values[one] == setting for one in named):
-            idle = " and ".join(f"{one}={setting}" for one in named)
-            faults.append(f"SimReg objective option {name} has no effect with {idle}: drop it")
+    for name, others in objective.idle_with.items():
+        is_idle = all(values[other] == setting for other, setting in others.items())
+        if is_idle and values[name] != checked_option(name, known[name], None):
+            words = " and ".join(f"{other}={setting}" for other, setting in others.items())
+            faults.append(f"SimReg objective option {name} has no effect with {words}: drop it")
     faults += [why for choices, why in objective.excludes.items() if chosen.issuperset(choices)]
     if faults:
         raise ValueError(faults[0])
@@ -215,21 +221,27 @@ def checked_option(name: str, known: OptionKind, value: object) -> str | float:
         fits, kind = value is None or value in known, f"one of {', '.join(known)}"
     elif isinstance(known, str):
         checked, kind = str(known if value is None else value), f"{known}, or whole numbers from 1 such as 64/128"
-        fits = checked == known or all(map(counts_from_one, checked.split("/")))
+        fits = checked == known or all(map(is_count, checked.split("/")))
+    elif isinstance(known, int):
+        digits, kind = str(known if value is None else value).removesuffix(".0"), "a whole number of 0 or more"
+        fits = digits.isdecimal() and len(digits) < 20
+        checked = int(digits) if fits else math.nan
     else:
-        try:
-            checked = 0.0 + float(known if value is None else value)  # type: ignore[arg-type]  # of -0.0 it makes 0.0
-        except (TypeError, ValueError):
-            checked = math.nan
-        fits, kind = math.isfinite(checked), "a number"
-        if isinstance(known, int):
-            fits, kind = fits and checked >= 0 and checked == int(checked), "a whole number of 0 or more"
-            checked = int(checked) if fits else checked
+        checked, kind = 0.0 + number_of(known if value is None else value), "a number"  # of -0.0 it makes 0.0
+        fits = math.isfinite(checked)
     if not fits:
         raise ValueError(f"SimReg objective option {name} must be {kind}, not {value!r}")
     return checked
 
 
-def counts_from_one(text: str) -> bool:
+def number_of(text: object) -> float:
+    """Return the number that a text, or a number, is; NaN if it is none."""
+    try:
+        return math.nan if isinstance(text, bool) else float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def is_count(text: str) -> bool:
     """Return whether the text is a whole number above 0, with no more digits than a layer or feature can have."""
     return text.isdecimal() and len(text) < 10 and int(text) > 0

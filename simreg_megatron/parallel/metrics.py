@@ -34,7 +34,7 @@ TERM, TOKENS, ALL_MASKED, ZERO_NORM, ONE_LABEL = range(5)
 ODDITIES = {
     ALL_MASKED: "sequences (or a rank's parts of them) whose tokens are all masked",
     ONE_LABEL: "tokens in chunks with one label only",
-    ZERO_NORM: "hidden states of norm zero",
+    ZERO_NORM: "hidden states of norm zero (or tokens whose row of the output layer is zero)",
 }
 PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
 NORMS = slice(11, 14)  # geometry.NormSums of the tokens that count

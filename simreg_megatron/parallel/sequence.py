@@ -184,10 +184,11 @@ def chunk_views(
     for window in plan.windows:
         run = window.domain if by_domain else window.tokens
         if run not in by_run:
-            tokens = _RunLabels.of(run, all_labels, all_usable, documents)
+            run_labels = all_labels.at(run)
+            run_documents = None if documents is None else documents.of(run_labels, run)
+            tokens = _RunLabels(run, run_labels, all_usable.at(run), run_documents)
             if relabels is not None:  # drawn again in each iteration
-                new_labels = relabels(config, tokens.labels, tokens.usable, shard.layout.length, iteration)
-                tokens = tokens._replace(labels=new_labels)
+                tokens = tokens._replace(labels=relabels(config, *tokens[1:], shard.layout.length, iteration))
             by_run[run] = tokens, token_roles(
                 tokens.labels, tokens.usable, documents=tokens.documents, chunk_size=config.chunk_size, dtype=dtype,
                 group_reduce=config.group_reduce, self_positive=config.self_positive, chunk_weight=config.chunk_weight,
@@ -213,11 +214,6 @@ class _RunLabels(NamedTuple):
     labels: Tensor
     usable: Tensor
     documents: Tensor | None
-
-    @classmethod
-    def of(cls, run: Run, labels: Located, usable: Located, documents: Documents | None) -> _RunLabels:
-        own = labels.at(run)
-        return cls(run, own, usable.at(run), None if documents is None else documents.of(own, run))
 
 
 def _view(window: Window, own: _RunLabels, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:

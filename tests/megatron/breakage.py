@@ -196,8 +196,8 @@ def adagc_instances_counted_twice() -> None:
     from tests.megatron import watch
 
     watch.adagc()
-    stepped_on = clipping.stepped_on
-    clipping.stepped_on = lambda *member: (held._replace(counts=True) for held in stepped_on(*member))
+    main_parameters = clipping.main_parameters
+    clipping.main_parameters = lambda *member: (main._replace(is_counted=True) for main in main_parameters(*member))
     clipping.refuse_miscounted = lambda *args: None
 
 

@@ -38,17 +38,17 @@ def evaluation() -> None:
 
 def adagc() -> None:
     """Write what AdaGC did in every step to RECORD_OUT/adagc<rank>.pt: its coefficients and averages, by name."""
-    from simreg_megatron.adagc.clipping import Clipped, Clipping
+    from simreg_megatron.adagc.clipping import Clipping, ClipResult
 
     steps: list[dict[str, Any]] = []
     clip = Clipping.clip
 
-    def watched(self: Clipping) -> Clipped:
-        given = [None if held.tensor.grad is None else held.tensor.grad.clone() for held in self._held]
+    def watched(self: Clipping) -> ClipResult:
+        given = [None if target.tensor.grad is None else target.tensor.grad.clone() for target in self._targets]
         done = clip(self)
         found = {
-            self._names[held.slot]: (held.tensor.grad.norm() / before.norm()).item()
-            for held, before in zip(self._held, given, strict=True)
+            self._names[target.slot]: (target.tensor.grad.norm() / before.norm()).item()
+            for target, before in zip(self._targets, given, strict=True)
             if before is not None and before.numel() and before.any()
         }
         steps.append({"coefficients": found, "state": self.state_dict()})
@@ -116,16 +116,16 @@ def at_given_scales() -> None:
 
 def adagc_spike() -> None:
     """As `adagc`, but the gradient of one parameter is 1000 times as large in the sixth step."""
-    from simreg_megatron.adagc.clipping import Clipped, Clipping
+    from simreg_megatron.adagc.clipping import Clipping, ClipResult
 
     adagc()
     watched, calls = Clipping.clip, []
 
-    def spiked(self: Clipping) -> Clipped:
+    def spiked(self: Clipping) -> ClipResult:
         calls.append(None)
-        for held in self._held if len(calls) == 6 else ():
-            if self._names[held.slot] == SPIKED and held.tensor.grad is not None:
-                held.tensor.grad.mul_(1000.0)
+        for target in self._targets if len(calls) == 6 else ():
+            if self._names[target.slot] == SPIKED and target.tensor.grad is not None:
+                target.tensor.grad.mul_(1000.0)
         return watched(self)
 
     Clipping.clip = spiked

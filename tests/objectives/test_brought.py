@@ -73,7 +73,7 @@ def test_it_is_the_same_function_in_every_layout(package: Path) -> None:
 def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brought = {
         "broken": "no_such_module:X", "other": "os:sep", "named": "toy_named:TOY", "empty": "toy_named:EMPTY",
-        "cold": "toy_named:COLD", "creg": "toy_named:TOY",
+        "cold": "toy_named:COLD", "idle": "toy_named:IDLE", "deaf": "toy_named:DEAF", "creg": "toy_named:TOY",
     }  # fmt: skip
     for name, value in brought.items():
         info = tmp_path / f"{name}-1.0.dist-info"
@@ -85,6 +85,8 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
         "def terms(*, power): ...\n"
         "EMPTY = Objective(name='empty', kind=Kind.PAIRS, asks='')\n"
         "COLD = Objective(name='cold', kind=Kind.PAIRS, terms=terms, asks='', temperature=0.1)\n"
+        "IDLE = Objective(name='idle', kind=Kind.PAIRS, terms=terms, asks='', idle_with={'power': {'root': 2}})\n"
+        "DEAF = Objective(name='deaf', kind=Kind.SUMS, terms=terms, asks='', scalars=lambda *_: {'bias': 0.0})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for cached in (objectives.find, objectives.names):
@@ -96,6 +98,8 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
             ("named", "which is wrong: it is not an Objective of that name but 'sce'"),
             ("empty", "which is wrong: it has no function that computes its terms"),
             ("cold", "its terms do not take temperature"),
+            ("idle", "limits or idle_with name options that it does not have: power, root"),
+            ("deaf", "it trains bias, which terms of its kind are not given"),
             ("creg", "creg is brought by creg and simreg-megatron: uninstall one"),
         ):
             with pytest.raises(ValueError, match=sentence):

@@ -102,7 +102,7 @@ def test_an_independent_package_finds_the_same_averages() -> None:
 def test_detached_heads_have_a_global_norm_of_their_own() -> None:
     """As in Megatron's own clipping: what they are fed cannot shrink the step of the model before them."""
     squares = torch.tensor([9.0, 16.0, 900.0], dtype=torch.float64)
-    made = AdaGC(3, lambda_abs=1.0, apart=torch.tensor([False, False, True]))
+    made = AdaGC(3, lambda_abs=1.0, separate=torch.tensor([False, False, True]))
     found = made.step(squares)
     assert found.coefficients.tolist() == pytest.approx([1 / 5, 1 / 5, 1 / 30], rel=1e-5)
     assert found.global_norm.item() == pytest.approx(925**0.5)

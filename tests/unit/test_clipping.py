@@ -10,7 +10,7 @@ import torch
 
 from simreg_megatron.adagc import clipping, gradients
 from simreg_megatron.adagc.clipping import Clipping
-from simreg_megatron.adagc.gradients import _counted_experts, named_parameters
+from simreg_megatron.adagc.gradients import _counted_experts, model_parameters
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.plugin import installation, loop
 
@@ -29,31 +29,27 @@ def test_hidden_gradients_are_refused(flag: str) -> None:
 
 def test_an_unknown_optimizer_is_named() -> None:
     with pytest.raises(NotImplementedError, match="--adagc does not know SimpleNamespace: use Adam or SGD"):
-        list(gradients.stepped_on(SimpleNamespace()))
+        list(gradients.main_parameters(SimpleNamespace()))
 
 
 def sharding_optimizer(**others: Any) -> SimpleNamespace:
     """A group of one float32 and two bfloat16 parameters, in the lists that DistributedOptimizer keeps."""
     return SimpleNamespace(
-        model_float16_groups=[["a", "b"]],
-        shard_float16_groups=[["a16", "b16"]],
-        shard_fp32_from_float16_groups=[["a32", "b32"]],
-        model_fp32_groups=[["c"]],
-        shard_fp32_groups=[["c32"]],
+        model_float16_groups=[["a", "b"]], shard_float16_groups=[["a16", "b16"]],
+        shard_fp32_from_float16_groups=[["a32", "b32"]], model_fp32_groups=[["c"]], shard_fp32_groups=[["c32"]],
         **others,
-    )
+    )  # fmt: skip
 
 
 def test_data_types_of_one_group_are_not_mixed_up() -> None:
-    found = list(gradients.stepped_on(sharding_optimizer()))
-    assert [(held.tensor, held.parameter) for held in found] == [("a32", "a"), ("b32", "b"), ("c32", "c")]
-    assert all(held.counts for held in found)
+    listed = list(gradients.main_parameters(sharding_optimizer()))
+    assert listed == [("a32", "a", True), ("b32", "b", True), ("c32", "c", True)]
 
 
 def test_the_precision_aware_optimizer_steps_on_the_models_own_type() -> None:
     optimizer = sharding_optimizer()
     optimizer.shard_fp32_from_float16_groups = [[None, None]]
-    assert [held.tensor for held in gradients.stepped_on(optimizer)] == ["a16", "b16", "c32"]
+    assert [main.tensor for main in gradients.main_parameters(optimizer)] == ["a16", "b16", "c32"]
     shard = torch.zeros(2, dtype=torch.bfloat16)
     shard.decoupled_grad = torch.ones(2)
     assert gradients.gradient_of(shard) is shard.decoupled_grad
@@ -85,9 +81,9 @@ def test_what_megatron_does_not_mark_is_known_by_name(rank: int, monkeypatch: py
     model.core_attention = torch.nn.Module()
     model.core_attention.softmax_offset = torch.nn.Parameter(torch.zeros(4))
     model.core_attention.norm = torch.nn.Parameter(torch.zeros(4))
-    offsets, norm = named_parameters([model])
-    assert (offsets.contributes, offsets.whole) == (True, 8)
-    assert (norm.contributes, norm.whole) == (rank == 0, 4)
+    offsets, norm = model_parameters([model])
+    assert (offsets.is_counted, offsets.whole) == (True, 8)
+    assert (norm.is_counted, norm.whole) == (rank == 0, 4)
 
 
 def attached(names: list[str], **settings: Any) -> Clipping:

@@ -40,14 +40,14 @@ WITH_A_LAMBDA = [
     ({"objective": "sce", "objective_options": "coupling=0,target=instance"}, "target has no effect with coupling=0"),
     ({"objective": "placebo", "objective_options": "labels=none,seed=3"}, "seed has no effect with labels=none"),
     ({"objective": "placebo", "objective_options": "labels=none", "self_positive": "never"}, "never has no effect"),
-    (
-        {"objective": "mic", "objective_options": "balance=0,uniformity=0,pool=token"},
-        "pool has no effect with balance=0 and uniformity=0",
-    ),
+    ({"objective": "mic", "objective_options": "balance=0,uniformity=0,pool=token"}, "pool has no effect with balance"),
     ({"objective": "sigmoid", "objective_options": "adapter=yes"}, "modality, so it needs pairs=hidden-head"),
     ({"objective": "sigmoid", "objective_options": "pairs=hidden-head,self_positive=always"}, "positive has no effect"),
     ({"objective": "sigmoid", "objective_options": "pair_reduction=max"}, "must be one of anchor, pair, balanced"),
-    ({"objective": "sigreg", "objective_options": "seed=1,seed=2"}, "seed is given 2 times: leave one of them"),
+    ({"objective": "sigreg", "objective_options": "seed=1,sigreg.seed=2"}, "seed is given more than once"),
+    ({"objective": "sigreg", "objective_options": {"seed": True}}, "must be a whole number of 0 or more, not True"),
+    ({"objective": "mic", "objective_options": "threshold=1"}, "threshold must be from 0 to 0.99, not 1"),
+    ({"objective": "mic", "objective_options": "balance=0,uniformity=0", "chunk_size": 8}, "size 8 has no effect"),
 ]
 
 
@@ -99,14 +99,9 @@ def test_off_measuring_and_training() -> None:
 
 def test_several_objectives_each_with_a_weight() -> None:
     config = SimRegConfig(
-        objective="simreg:auto,sigreg:0.05,sce:1",
-        objective_options="sigreg.seed=3,sce.temperature=0.2",
-        temperature=0.02,
-        chunk_size=64,
-        similarity="dot",
-        scope="local",
-        warmup_iters=5,
-    )
+        objective="simreg:auto,sigreg:0.05,sce:1", objective_options="sigreg.seed=3,sce.temperature=0.2",
+        temperature=0.02, chunk_size=64, similarity="dot", scope="local", warmup_iters=5,
+    )  # fmt: skip
     assert config.active and config.trains
     simreg, sigreg, sce = config.parts
     assert (simreg.lambda_, sigreg.lambda_, sce.lambda_) == ("auto", 0.05, 1.0)

@@ -14,6 +14,8 @@ Shapes: T tokens of a packed row, V words, D features.
 
 import dataclasses
 import functools
+import itertools
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -525,20 +527,21 @@ def broken_loops_are_told_apart() -> None:
 
     def log_with_simreg() -> float:
         loss = labelled_step(model)
-        return loss.item() + float(model.embedding.word_embeddings.weight.grad.norm())
+        return loss.item() + float(weight.grad.norm())
 
-    runs_so_far = iter(range(3))
+    runs_so_far, weight = itertools.count(), model.embedding.word_embeddings.weight
 
-    def ends_too_early() -> Tensor:
+    def with_simreg_alone(gradient: Tensor | None) -> Tensor:
         loss = labelled_step(model)
-        if next(runs_so_far) == 1:
-            model.embedding.word_embeddings.weight.grad = None
+        weight.grad = gradient if next(runs_so_far) % 3 == 1 else weight.grad
         return loss
 
     assert "without SimReg gave different results" in refusal(model, other_data)
     number = len(list(model.parameters()))
     sentence = f"{number} parameters have a gradient without SimReg and {number - 1} with it: forward_backward must not"
-    assert sentence in refusal(model, ends_too_early)
+    assert sentence in refusal(model, lambda: with_simreg_alone(None))
+    overflown = torch.full_like(weight, math.inf)
+    assert "with SimReg a gradient is not finite" in refusal(model, lambda: with_simreg_alone(overflown))
     assert "no gradient changes with SimReg: this loop does not train on" in refusal(model, loss_of_its_own)
     assert "its own is too small to change a digit" in refusal(model, lambda: labelled_step(model, 0))
     assert "which SimReg leaves unchanged" in refusal(model, log_with_simreg)

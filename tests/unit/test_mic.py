@@ -163,3 +163,5 @@ def test_prefixes_follow_the_width() -> None:
     assert default_prefixes(192) == (16, 32, 64) and default_prefixes(6) == (3,)
     with pytest.raises(ValueError, match="from 1 to 5 features of 6, got 6"):
         mic_loss(torch.ones(1, 4, 6), options=MICOptions(prefixes=(2, 6)))
+    with pytest.raises(ValueError, match=r"threshold must be from 0 to 0\.99, got -1"):
+        mic_loss(torch.ones(1, 4, 6), options=MICOptions(prefixes=(2,), threshold=-1))

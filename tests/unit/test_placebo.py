@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control: the same labels, equally often in each chunk, on other tokens."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from tests.unit.test_regularizer import BATCH, LENGTH, One, add, measuring, micr
 CHUNK = 5
 
 
-def moved(labels: torch.Tensor, usable: torch.Tensor, *, chunk_size: int = CHUNK, **changes: int) -> torch.Tensor:
+def moved(labels: torch.Tensor, usable: torch.Tensor, *, chunk_size: int = CHUNK, **changes: Any) -> torch.Tensor:
     given = {"chunk_size": chunk_size, "longest": chunk_size or labels.shape[1], "seed": 0, "iteration": 3}
     return permuted_labels(labels, usable, **given | changes)
 
@@ -29,17 +31,19 @@ def distinct() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk_size", [CHUNK, 0])
-def test_labels_stay_in_their_chunk_and_none_on_its_token(chunk_size: int) -> None:
-    labels, usable = distinct()
-    found = moved(labels, usable, chunk_size=chunk_size)
+@pytest.mark.parametrize("document", [LENGTH, 4], ids=lambda tokens: f"documents of {tokens}")
+def test_labels_stay_in_their_chunk_and_document_and_none_on_its_token(chunk_size: int, document: int) -> None:
+    (labels, usable), position = distinct(), torch.arange(LENGTH).expand(BATCH, -1)
+    permuted = moved(labels, usable, chunk_size=chunk_size, documents=position // document)
+    groups = LENGTH * (position // (chunk_size or LENGTH)) + position // document
     for b in range(BATCH):
-        for first in range(0, LENGTH, chunk_size or LENGTH):
-            own = slice(first, first + (chunk_size or LENGTH))
-            takes_part = usable[b, own]
-            before, after = labels[b, own][takes_part], found[b, own][takes_part]
+        for group in groups.unique():
+            takes_part = usable[b] & (groups[b] == group)
+            before, after = labels[b, takes_part], permuted[b, takes_part]
             assert sorted(before.tolist()) == sorted(after.tolist())
             assert len(before) < 2 or not (before == after).any()
-            assert torch.equal(labels[b, own][~takes_part], found[b, own][~takes_part])
+    assert torch.equal(labels[~usable], permuted[~usable])
+    assert document < LENGTH or torch.equal(permuted, moved(labels, usable, chunk_size=chunk_size))
 
 
 def test_each_iteration_and_seed_has_its_own_draw() -> None:
@@ -82,14 +86,12 @@ def test_it_is_simreg_with_these_labels_and_the_log_says_so() -> None:
 def test_without_labels_each_token_is_alone() -> None:
     """SimReg on labels that are all different, instead of the tokens' own."""
     hidden, labels, mask, loss = micro_batch()
-    settings = {"lambda_": 2.0, "temperature": 0.1, "chunk_size": 6}
-    add(Regularizer(SimRegConfig(objective="placebo", objective_options="labels=none", **settings)),
-        hidden, labels, mask, loss).sum().backward()  # fmt: skip
-    found, hidden.grad = hidden.grad.clone(), None
-    alone = torch.arange(labels.shape[1]).expand_as(labels)
-    add(Regularizer(SimRegConfig(**settings)), hidden, alone, mask, loss).sum().backward()
-    torch.testing.assert_close(found, hidden.grad, rtol=1e-12, atol=0)
-    own = hidden.grad.clone()
-    hidden.grad = None
-    add(Regularizer(SimRegConfig(**settings)), hidden, labels, mask, loss).sum().backward()
-    assert not torch.allclose(own, hidden.grad, rtol=0.1), "labels matter in this sample"
+
+    def gradient(labels: torch.Tensor, **settings: Any) -> torch.Tensor:
+        regularizer = Regularizer(SimRegConfig(lambda_=2.0, temperature=0.1, chunk_size=6, **settings))
+        return torch.autograd.grad(add(regularizer, hidden, labels, mask, loss).sum(), hidden)[0]
+
+    alone = gradient(torch.arange(labels.shape[1]).expand_as(labels))
+    placebo = gradient(labels, objective="placebo", objective_options="labels=none")
+    torch.testing.assert_close(placebo, alone, rtol=1e-12, atol=0)
+    assert not torch.allclose(alone, gradient(labels), rtol=0.1), "labels matter in this sample"
