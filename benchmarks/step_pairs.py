@@ -144,6 +144,9 @@ def _run(words: Iterable[object], seconds: float, environment: dict[str, str]) -
 
 
 def table(lines: list[Record]) -> Iterator[str]:
+    if not lines:
+        yield "No step was measured."
+        return
     yield f"A step of --model {lines[0]['model']}. {records.described(lines)}."
     has_pairs = lines[0]["plain"] == lines[1]["plain"]  # in older rows single steps take turns
     turns = "pair of steps" if has_pairs else "step"
@@ -155,8 +158,12 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in dict.fromkeys(line["kind"] for line in lines):
+        of_kind = [line for line in lines if line["kind"] == name]
+        if len(of_kind) < WINDOW:
+            yield f"| {name} | none, as it was stopped after {len(of_kind)} steps | | | | 0 |"
+            continue
         for title, (column, counts) in (MEASURES | IN_PAIRS if has_pairs else MEASURES).items():
-            plain, other = windows_of([line for line in lines if line["kind"] == name], column, counts)
+            plain, other = windows_of(of_kind, column, counts)
             more = overhead(plain, other)
             yield (
                 f"| {name} | {title} | {more.base:.1f} | {more.percent:+.1f} % | {more.low:+.1f} to "

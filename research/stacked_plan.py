@@ -225,9 +225,10 @@ def _line(rows: Sequence[Row]) -> str:
 def _bests(results: Results) -> Iterator[str]:
     for arm, std in itertools.product(results.plan.arms, (*results.plan.stds, None)):
         if best := results.best_of_search(arm, std):
-            tried = zip(SETTINGS, best, zip(*results.grid(arm), strict=True), strict=True)
-            ends = [(key, value) for key, value, of in tried if len(set(of)) > 2 and value in (min(of), max(of))]
-            edges = [f"{key} {value:g}" for key, value in ends if key != "std" or std is None]
+            tried = zip(SETTINGS, best, map(set, zip(*results.grid(arm), strict=True)), strict=True)
+            ends = [(key, value, len(of)) for key, value, of in tried if value in (min(of), max(of))]
+            few = {"std": 1 if std is None else math.inf}  # among so many values none is an edge
+            edges = [f"{key} {value:g}" for key, value, number in ends if number > few.get(key, 2)]
             edge = f"; at the edge of its grid: {', '.join(edges)}" if edges else ""
             yield f"- {arm}, best {'of all' if std is None else f'at std {std:g}'}: {_named(best)}{edge}"
 
@@ -275,8 +276,8 @@ def work(options: argparse.Namespace) -> int:
             if (missing := results.missing(group)) and time.monotonic() < end:
                 print(f"{group['name']}: {group['what']}", flush=True)
                 stack = Stack(plan.shape, [run for _, run, _ in missing], missing[0][2], data)
-                rows = train(stack, lambda: end - time.monotonic(), plan.validation.get("most"))
                 shared = {"group": group["name"], "commit": commit()}
+                rows = train(stack, lambda: end - time.monotonic(), plan.validation.get("most"))
                 results.rows += [{**row, **shared, "arm": arm} for row, (arm, *_) in zip(rows, missing, strict=False)]
                 results.write()
             left_out += [group["name"]] if missing is None or results.missing(group) else []

@@ -41,7 +41,7 @@ CHOICES = {
         (128, 256, 64, 1, 8, 4), (256, 128, 64, 1, 8, 3), (128, 128, 64, 2, 4, 3), (128, 128, 64, 1, 8, 4),
     ),
     "_weights": _tiles("ROWS COLUMNS num_warps", (8, 256, 4), (4, 512, 4), (16, 128, 4)),
-    "_names_and_norms": _tiles("TOKENS FEATURES num_warps", (4, 512, 2), (8, 512, 4), (16, 256, 4)),
+    "_ids_and_norms": _tiles("TOKENS FEATURES num_warps", (4, 512, 2), (8, 512, 4), (16, 256, 4)),
 }  # fmt: skip
 
 
@@ -83,11 +83,8 @@ def measured(seconds: float) -> Iterator[dict[str, Any]]:
 def with_tile(kernel: str, tile: dict[str, int], run: Callable[[], Any]) -> Any:
     """Call `run` while the kernel computes such tiles."""
     kind = form._kind(torch.empty(1, 1, 1, 16, dtype=torch.bfloat16, device="cuda"))
-    tiles = {
-        "_pairs": form.PAIRS[kind], "_product": form.PRODUCT[kind], "_weights": form.WEIGHTS,
-        "_names_and_norms": form.NORMS,
-    }[kernel]  # fmt: skip
-    with mock.patch.dict(tiles, tile):
+    tiles = {"_pairs": form.PAIRS[kind], "_product": form.PRODUCT[kind], "_weights": form.WEIGHTS}
+    with mock.patch.dict(tiles.get(kernel, form.NORMS), tile):
         return run()
 
 

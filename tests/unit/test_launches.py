@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import launches, step_pairs
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import report
+from benchmarks.gpu import report, tiles
 from benchmarks.gpu.parts import CALLS
 from benchmarks.launches import cases, trace
 from benchmarks.records import RESULTS
@@ -46,6 +46,11 @@ def test_the_overhead_is_taken_within_turns() -> None:
     assert found.percent == pytest.approx(10.0) and (found.low, found.high) == pytest.approx((10.0, 10.0))
     with pytest.raises(ValueError, match="longer"):
         step_pairs.overhead([[1.0]], [[1.0], [2.0]])
+    assert list(step_pairs.table([])) == ["No step was measured."]
+
+
+def test_tiles_are_of_kernels_that_exist() -> None:
+    assert all(hasattr(tiles.form, kernel) for kernel in tiles.CHOICES)
 
 
 @pytest.mark.slow
