@@ -185,9 +185,9 @@ class SimRegConfig:
         return self._kind in STAY
 
     @functools.cached_property
-    def meets_heads(self) -> bool:
+    def meets_output_rows(self) -> bool:
         """Return whether hidden states are compared with rows of the output layer."""
-        return self.record.meets_heads(self.options)
+        return self.record.meets_output_rows(self.options)
 
     @functools.cached_property
     def tau(self) -> float:

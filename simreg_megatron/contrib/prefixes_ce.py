@@ -24,7 +24,7 @@ from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import as_batch, check_tokens
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.collectives import at_least_float32, gather, share_work
-from simreg_megatron.parallel.heads import Head, head_of, rows_in_shard
+from simreg_megatron.parallel.output_layer import Head, head_of, rows_in_shard
 from simreg_megatron.parallel.shard import SequenceShard
 
 _SLAB = {"cpu": 64 << 20, "cuda": 512 << 20}  # bytes of a tile's logits; each tile reads the whole weight

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.kernels.precision import product
-from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced, unit_rows, with_heads
+from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced, unit_rows, with_rows
 from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, nonzero_rows, self_pairs, usable_tokens
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective, Options, Scalar
@@ -28,7 +28,7 @@ def sigmoid_loss(
     embeddings: Tensor,
     labels: Tensor,
     *,
-    heads: Tensor | None = None,
+    output_rows: Tensor | None = None,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
     chunk_size: int = 0,
@@ -42,9 +42,9 @@ def sigmoid_loss(
 
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
-        heads: shape of embeddings: e_i is compared with heads_j instead of e_j, also for j = i. For the output layer's
-            row of each label: a frozen second modality, as heads get no gradient. A token whose head is exactly zero
-            is left out, too.
+        output_rows: shape of embeddings: e_i is compared with o_j instead of e_j, also for j = i. For the output
+            layer's row of each label: a frozen second modality, as these rows get no gradient. A token whose row is
+            exactly zero is left out, too.
         reduction: as in `creg_loss`.
         **options: temperature, 1 / t, above 0; 0.1 if not given.
             log_t: a trained scalar theta: t = exp(theta) replaces 1 / temperature.
@@ -55,7 +55,7 @@ def sigmoid_loss(
             positives are rare. The latter two are spread over the tokens: a chunk weighs as much as it has tokens.
             self_positive: "never" (default); "always": j = i is a positive pair, of cosine 1: it moves t and b alone.
             adapter: a trained scalar x: with delta = sigmoid(x) and r^2 = 1 - delta^2, unit vectors e_i become
-            (delta e_i, -r) and heads_j (delta heads_j, r), so their cosine becomes delta^2 cos - r^2.
+            (delta e_i, -r) and o_j (delta o_j, r), so their cosine becomes delta^2 cos - r^2.
 
     Raises:
         ValueError: an argument is out of range, or shapes or types do not fit.
@@ -65,16 +65,15 @@ def sigmoid_loss(
     Source: Bangachev, Bresler, Noman and Polyanskiy 2025, for pairs of two modalities; pairs from labels inside one,
     and both means, are our choices. The sign of b is theirs: that of SigLIP's code is minus t b.
     """
-    block_terms = sigmoid_terms(headed=heads is not None, **options)
-    if heads is not None:
+    block_terms = sigmoid_terms(has_output_rows=output_rows is not None, **options)
+    if output_rows is not None:
         check_tokens(embeddings, labels, valid, documents, chunk_size)
-        if heads.shape != embeddings.shape:
-            raise ValueError(
-                f"heads must have the shape {list(embeddings.shape)} of embeddings, got {list(heads.shape)}."
-            )
+        if output_rows.shape != embeddings.shape:
+            shapes = f"{list(embeddings.shape)} of embeddings, got {list(output_rows.shape)}"
+            raise ValueError(f"output_rows must have the shape {shapes}.")
         # Checked separately: in one tensor, one that is zero would hide behind the other.
-        valid = nonzero_rows(heads.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
-        embeddings = with_heads(embeddings, heads)
+        valid = nonzero_rows(output_rows.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
+        embeddings = with_rows(embeddings, output_rows)
     return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
 
 
@@ -86,25 +85,25 @@ def sigmoid_terms(
     param: str = "relative",
     pair_reduction: str = "anchor",
     self_positive: str = "never",
-    headed: bool = False,
+    has_output_rows: bool = False,
     adapter: Tensor | None = None,
 ) -> BlockTerms:
     """Compute the same for the anchors of one block of chunks, after a check of the options.
 
     Args:
-        headed: the rows are those of `with_heads`.
+        has_output_rows: the rows are those of `with_rows`.
     """
     check_temperature("temperature", temperature)
     check_choice("param", param, PARAMETRIZATIONS)
     check_choice("pair_reduction", pair_reduction, PAIR_REDUCTIONS)
     check_choice("self_positive", self_positive, _SELF_POSITIVES)
-    if headed and self_positive == "always":
-        raise ValueError("self_positive 'always' has no effect on heads, which a token always meets: drop it.")
-    if adapter is not None and not headed:
-        raise ValueError("adapter turns embeddings away from heads, and there are none: give heads, or drop it.")
+    if has_output_rows and self_positive == "always":
+        raise ValueError("self_positive 'always' has no effect with output_rows: a token always meets its own.")
+    if adapter is not None and not has_output_rows:
+        raise ValueError("adapter turns embeddings away from output_rows: give output_rows, or drop it.")
 
     def terms(block: Block) -> Tensor:
-        rows = block.rows.chunk(2, dim=-1) if headed else (block.rows,)
+        rows = block.rows.chunk(2, dim=-1) if has_output_rows else (block.rows,)
         units, others = unit_rows(rows[0]), unit_rows(rows[-1])
         t = units.new_full((), 1.0 / temperature) if log_t is None else log_t.to(units.dtype).exp().squeeze()
         shift = bias.to(units.dtype).squeeze() if isinstance(bias, Tensor) else units.new_full((), bias)
@@ -112,7 +111,7 @@ def sigmoid_terms(
         if adapter is not None:
             square = adapter.to(units.dtype).sigmoid().square().squeeze()
             t, shift = t * square, shift + t * (1 - square)
-        keeps_self = headed or self_positive == "always"
+        keeps_self = has_output_rows or self_positive == "always"
         slabs = list(_slabs(block, units))
         parts = []
         for span in slabs:
@@ -189,7 +188,7 @@ SIGMOID = Objective(
     excludes={("adapter=yes", "pairs=labels"):
               "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"},
     other_options=("trains", "pairs", "adapter"), scalars=_scalars,
-    meets_heads=lambda options: options["pairs"] == "hidden-head",
+    meets_output_rows=lambda options: options["pairs"] == "hidden-head",
     example=ExampleSettings(weight=0.1, options="pair_reduction=balanced,trains=none"),
     invariant=("scale", "rotation", "names", "order"),
 )  # fmt: skip

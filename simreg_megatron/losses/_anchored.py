@@ -182,9 +182,9 @@ def mean_over(values: Tensor, members: Tensor) -> Tensor:
     return torch.where(members, values, 0.0).sum(dim=-1) / members.sum(dim=-1).clamp(min=1)
 
 
-def with_heads(embeddings: Tensor, heads: Tensor) -> Tensor:
+def with_rows(embeddings: Tensor, output_rows: Tensor) -> Tensor:
     """Concatenate each state and the row that others meet in its place: [..., 2 d]. The latter get no gradient."""
-    return torch.cat([embeddings, heads.detach().to(embeddings.dtype)], dim=-1)
+    return torch.cat([embeddings, output_rows.detach().to(embeddings.dtype)], dim=-1)
 
 
 def check_temperature(name: str, value: float) -> None:

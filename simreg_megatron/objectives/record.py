@@ -85,7 +85,7 @@ class Objective:
         draws: whether each iteration draws random numbers of its own.
         relabels: (config, labels [B, n], usable, documents or None, tokens of a sequence, iteration); for SimReg on
             other labels, these.
-        meets_heads: whether states are compared with rows of the output layer.
+        meets_output_rows: whether states are compared with rows of the output layer.
         has_chunks: whether the chunk size has an effect.
         takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.
         prefixes_below_width: whether a prefix must be shorter than the states.
@@ -115,7 +115,7 @@ class Objective:
     trains: bool = True
     draws: bool = False
     relabels: Callable[..., Any] | None = None
-    meets_heads: Callable[[Options], bool] = lambda options: False
+    meets_output_rows: Callable[[Options], bool] = lambda options: False
     has_chunks: Callable[[Options], bool] = lambda options: True
     takes_rows: Callable[[Options], bool] = lambda options: False
     prefixes_below_width: bool = False

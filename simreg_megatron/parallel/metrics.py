@@ -18,8 +18,8 @@ from simreg_megatron.losses.geometry import NormSums, coefficient_of_variation, 
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.collectives import quantiles_over
-from simreg_megatron.parallel.heads import has_whole_head, margins
 from simreg_megatron.parallel.learnable import as_logged
+from simreg_megatron.parallel.output_layer import has_whole_head, margins
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import EveryKth, SequenceShard
 

@@ -38,7 +38,7 @@ class View(NamedTuple):
     documents: Tensor | None  # [B, K]
     anchors: Span  # positions inside K
     roles: TokenRoles  # of the anchors, [B, A]
-    heads: Tensor | None = None  # [B, K, D], the output layer's row for each label, where states meet these
+    output_rows: Tensor | None = None  # [B, K, D], the output layer's row for each label, where states meet these
 
 
 Part = tuple[View, Stretch]  # and chunks of its tokens

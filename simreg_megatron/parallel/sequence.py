@@ -21,7 +21,7 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.contrast import Span
-from simreg_megatron.losses._anchored import anchored_terms, with_heads
+from simreg_megatron.losses._anchored import anchored_terms, with_rows
 from simreg_megatron.losses._chunks import joined, nonzero_rows
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import FAST_IMPLS, chosen_impl, load_kernels, simreg_terms, with_roles
@@ -129,12 +129,12 @@ def objective_terms(
     keywords: dict[str, Any] = {name: value for name, value in options.items() if name not in record.other_options}
     switches = ("yes", "no"), ("no", "yes")
     keywords |= {name: value == "yes" for name, value in keywords.items() if record.options[name] in switches}
-    keywords |= {"headed": True} if config.meets_heads else {}
+    keywords |= {"has_output_rows": True} if config.meets_output_rows else {}
     keywords |= {"temperature": config.tau} if record.temperature is not None else {}
     block_terms = terms(**keywords | dict(learned))
     parts = []
     for view in views:
-        rows = view.embeddings if view.heads is None else with_heads(view.embeddings, view.heads)
+        rows = view.embeddings if view.output_rows is None else with_rows(view.embeddings, view.output_rows)
         where: dict[str, Any] = {"anchors": view.anchors, "documents": view.documents}
         parts.append(anchored_terms(block_terms, rows, view.labels, view.usable, chunk_size=config.chunk_size, **where))
     return torch.cat(parts, dim=1)
@@ -142,7 +142,7 @@ def objective_terms(
 
 def chunk_views(
     config: SimRegConfig, shard: SequenceShard, hidden_states: Tensor, labels: Tensor, valid: Tensor, *,
-    documents: Documents | None = None, sample_length: int | None = None, heads: Tensor | None = None,
+    documents: Documents | None = None, sample_length: int | None = None, output_rows: Tensor | None = None,
     iteration: int = 0, for_log: bool = False, measures: bool = False,
 ) -> list[View]:  # fmt: skip
     """Gather what this rank's anchors are compared with: whole chunks, in the order of its rows.
@@ -156,7 +156,7 @@ def chunk_views(
         valid: bool [B, S]; none with a label below 0.
         documents: source of document borders; None if tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
-        heads: [S, B, D], the output layer's row for each label, where states meet these.
+        output_rows: [S, B, D], the output layer's row for each label, where states meet these.
         iteration: of the training loop, from 0.
         for_log: whole chunks also for an objective that sends no rows, and the tokens' own labels: what the log says is
             the same in every layout, and means the same for every objective.
@@ -168,15 +168,15 @@ def chunk_views(
     counts_tokens = (config.group_reduce, config.chunk_weight) != ("sum", "token")
     if impl is None or counts_tokens or measures:  # else the kernels leave out the rows that are exactly zero
         usable = nonzero_rows(hidden_states.transpose(0, 1), valid)
-    if heads is not None:  # a zero row has no cosine either, as in an output layer that begins with zeros
-        usable = nonzero_rows(heads.transpose(0, 1).to(hidden_states.dtype), usable)
+    if output_rows is not None:  # a zero row has no cosine either, as in an output layer that begins with zeros
+        usable = nonzero_rows(output_rows.transpose(0, 1).to(hidden_states.dtype), usable)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
     beyond = plan.travels or (by_domain and config.scope == "exact")
     all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.located, (labels, usable))
     if config.chunk_weight != "token":
         _say_if_weightless(config, plan)
     rows = shard.gather_rows_detached(hidden_states, plan) if impl else shard.gather_rows(hidden_states, plan)
-    head_rows = None if heads is None else shard.gather_rows_detached(heads, plan)
+    all_output_rows = None if output_rows is None else shard.gather_rows_detached(output_rows, plan)
     relabels = None if for_log else config.record.relabels
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     by_run: dict[Run, tuple[_RunLabels, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
@@ -193,7 +193,7 @@ def chunk_views(
                 tokens.labels, tokens.usable, documents=tokens.documents, chunk_size=config.chunk_size, dtype=dtype,
                 group_reduce=config.group_reduce, self_positive=config.self_positive, chunk_weight=config.chunk_weight,
             )  # fmt: skip
-        views.append(_view(window, *by_run[run], rows, head_rows))
+        views.append(_view(window, *by_run[run], rows, all_output_rows))
     return views
 
 
@@ -216,14 +216,14 @@ class _RunLabels(NamedTuple):
     documents: Tensor | None
 
 
-def _view(window: Window, own: _RunLabels, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
+def _view(window: Window, own: _RunLabels, roles: TokenRoles, rows: Located, output_rows: Located | None) -> View:
     """Build the view of one window's anchors; their roles may need the labels of more tokens than the window's."""
     inside = slice(*_relative(window.tokens, own.run))
     return View(
         window.tokens, rows.at(window.tokens), own.labels[:, inside], own.usable[:, inside],
         documents=None if own.documents is None else own.documents[:, inside],
         anchors=_relative(window.anchors, window.tokens), roles=roles.cut(*_relative(window.anchors, own.run)),
-        heads=None if head_rows is None else head_rows.at(window.tokens),
+        output_rows=None if output_rows is None else output_rows.at(window.tokens),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import refuse
-from simreg_megatron.parallel import heads
+from simreg_megatron.parallel import output_layer
 from simreg_megatron.plugin import compat
 
 WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
@@ -145,7 +145,7 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
     for part in config.parts:
         who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
         sentence = f"{who} needs the output layer's rows on each rank, and {by} scatters them: drop one of them"
-        refuse((part.meets_heads or part.through_head, sentence), error=NotImplementedError)
+        refuse((part.meets_output_rows or part.through_head, sentence), error=NotImplementedError)
 
 
 def refuse_cut(packing: Any, sample_length: int | None, *, is_hybrid: bool = False, rows_split: bool = False) -> None:
@@ -228,8 +228,8 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
             refuse_decoder(config, model.decoder)
         for part in config.parts:
             if part.through_head:
-                heads.refuse_second_use(model, part.objective)
-            if part.meets_heads and heads.is_cut_up(model):
+                output_layer.refuse_second_use(model, part.objective)
+            if part.meets_output_rows and output_layer.is_cut_up(model):
                 _refuse_scattered(config, "--tensor-parallel-num-weight-shards")
 
 

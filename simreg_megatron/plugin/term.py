@@ -250,7 +250,7 @@ class Regularizer:
             tokens.valid,
             documents=tokens.documents if masks_documents else None,
             sample_length=tokens.sample_length,
-            heads=tokens.heads if config.meets_heads else None,
+            output_rows=tokens.output_rows if config.meets_output_rows else None,
             iteration=self.strength.iteration,
             for_log=for_log,
             measures=self.metrics.wants_geometry,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import log_once, refuse
-from simreg_megatron.parallel.heads import label_rows
 from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.output_layer import label_rows
 from simreg_megatron.parallel.sequence import Documents, EndTokens, PackedLengths
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
@@ -36,7 +36,7 @@ class MicroBatch(NamedTuple):
     all_labels: Tensor  # [B, T]
     all_valid: Tensor  # bool [B, T]
     hidden_states: Tensor  # [S, B, D], what enters the output layer, or what an earlier stage sends on
-    heads: Tensor | None  # [S, B, D], the output layer's rows for the labels, where an objective asks for them
+    output_rows: Tensor | None  # [S, B, D], the output layer's rows for the labels, where an objective asks for them
     documents: Documents | None  # where tokens of different ones never meet
     sample_length: int | None  # tokens in a sample, where a row packs several
 
@@ -74,10 +74,10 @@ class MicroBatchReader:
                 # Some end in copies of the last. This waits for the device, as Megatron's scripts do for max_seqlen.
                 how = {"cu_seqlens": tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))}
             shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, **how))
-        valid, heads = valid_tokens(labels, loss_mask), None
-        if any(part.meets_heads for part in self.config.parts):
-            heads = label_rows(model, labels, shard.tensor_group)
-            heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
+        valid, output_rows = valid_tokens(labels, loss_mask), None
+        if any(part.meets_output_rows for part in self.config.parts):
+            output_rows = label_rows(model, labels, shard.tensor_group)
+            output_rows = shard.held_columns(output_rows.transpose(0, 1)).transpose(0, 1)
         packs_tuning = cu_seqlens is not None and not packs_pretraining(sample_length)
         if packs_tuning:
             log_once("SimReg: rows pack the samples of a fine-tuning, so tokens are compared inside each sample alone")
@@ -92,8 +92,8 @@ class MicroBatchReader:
                 )
             documents = EndTokens(self.end_of_document)
         main_states = main_hidden_states(hidden_states, shard)
-        held_labels, held_valid = shard.held_columns(labels), shard.held_columns(valid)
-        return MicroBatch(shard, held_labels, held_valid, labels, valid, main_states, heads, documents, sample_length)
+        held = shard.held_columns(labels), shard.held_columns(valid)
+        return MicroBatch(shard, *held, labels, valid, main_states, output_rows, documents, sample_length)
 
 
 class InnerStates:

@@ -14,8 +14,8 @@ from simreg_megatron import SimRegConfig
 from simreg_megatron.contrib import prefixes_ce
 from simreg_megatron.contrib.prefixes_ce import TruncatedHead, default_prefixes, truncated_head_losses
 from simreg_megatron.losses import prefixes_ce_loss
-from simreg_megatron.parallel import heads
-from simreg_megatron.parallel.heads import Head
+from simreg_megatron.parallel import output_layer
+from simreg_megatron.parallel.output_layer import Head
 from simreg_megatron.plugin import refusals
 from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, measuring, micro_batch
 
@@ -210,15 +210,15 @@ def test_what_megatron_holds_in_its_own_way_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"prefixes-ce needs .* --use-torch-fsdp2 scatters them"):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8, use_torch_fsdp2=True), config)
     layer = nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
-    heads.refuse_second_use(model(layer), "prefixes-ce")
+    output_layer.refuse_second_use(model(layer), "prefixes-ce")
     defers = ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute")
     for setting, sentence in (defers, ("fp8_output_proj", "another type")):
         with pytest.raises(NotImplementedError, match=f"prefixes-ce does not work here, as .*{sentence}"):
-            heads.refuse_second_use(model(layer, **{setting: True}), "prefixes-ce")
+            output_layer.refuse_second_use(model(layer, **{setting: True}), "prefixes-ce")
     layer.is_gtp_weight_remat = True
     for scattered in (layer, nn.Parameter(torch.zeros(0, WIDTH))):
         with pytest.raises(NotImplementedError, match="weight is not whole on its rank"):
-            heads.refuse_second_use(model(scattered), "z-loss")
+            output_layer.refuse_second_use(model(scattered), "z-loss")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig, notices
-from simreg_megatron.parallel import heads
+from simreg_megatron.parallel import output_layer
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat, installation, log, refusals
@@ -81,11 +81,11 @@ def test_rows_of_a_part_of_the_output_layer_are_refused() -> None:
     """With --tensor-parallel-num-weight-shards a rank's storage looks whole, and is not the rank's rows."""
     layer = torch.nn.Linear(4, 8)
     part = SimpleNamespace(output_layer=layer, pg_collection=None, share_embeddings_and_output_weights=False)
-    assert heads.has_whole_head(part) and not heads.is_cut_up(part)
+    assert output_layer.has_whole_head(part) and not output_layer.is_cut_up(part)
     config = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head")
     refusals.refuse_models(config, [part], (SimpleNamespace,))
     layer.weight.is_gtp_weight_remat = True
-    assert not heads.has_whole_head(part), "so the log has no margins"
+    assert not output_layer.has_whole_head(part), "so the log has no margins"
     with pytest.raises(NotImplementedError, match="and --tensor-parallel-num-weight-shards scatters them"):
         refusals.refuse_models(config, [part], (SimpleNamespace,))
     refusals.refuse_models(SimRegConfig(lambda_=1), [part], (SimpleNamespace,))

@@ -10,7 +10,7 @@ import torch
 from simreg_megatron import SimRegConfig, notices
 from simreg_megatron.losses import geometry, simreg_loss
 from simreg_megatron.losses.geometry import pair_cosines
-from simreg_megatron.parallel import heads, learnable, metrics
+from simreg_megatron.parallel import learnable, metrics, output_layer
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.learnable import Scalars
 from simreg_megatron.plugin import term
@@ -351,7 +351,7 @@ def test_margins_of_predictions(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert found["simreg margin of right predictions"].item() == pytest.approx(margins[margins > 0].mean().item())
     assert abs(margins.mean() - margins[margins > 0].mean()) > 1e-2
     assert found["simreg margin 50%"].item() == pytest.approx(margins.median().item(), rel=1e-6)
-    assert not len(heads.margins(model, hidden[:0, 0], labels[0, :0], None)), "a rank may hold none of the sample"
+    assert not len(output_layer.margins(model, hidden[:0, 0], labels[0, :0], None)), "a rank may hold none"
     monkeypatch.setattr(metrics, "_KEPT_MICRO_BATCHES", 3)
     unread = measuring(SimRegConfig(lambda_=1, temperature=0.1))
     for _ in range(5):

@@ -151,7 +151,7 @@ def test_states_meet_the_rows_of_their_labels(slab: int, monkeypatch: pytest.Mon
     table = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
     one, other = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     options = {"temperature": 0.2, "bias": 0.1, "pair_reduction": "balanced", "chunk_size": 4}
-    loss = sigmoid_loss(one, labels, heads=table[labels], reduction="sum", **options)
+    loss = sigmoid_loss(one, labels, output_rows=table[labels], reduction="sum", **options)
     loss.backward()
     total = torch.zeros((), dtype=torch.float64)
     for b, part in itertools.product(range(2), (slice(0, 4), slice(4, 7))):
@@ -164,15 +164,15 @@ def test_states_meet_the_rows_of_their_labels(slab: int, monkeypatch: pytest.Mon
     torch.testing.assert_close(loss, total)
     torch.testing.assert_close(one.grad, other.grad)
     assert table.grad is None
-    with pytest.raises(ValueError, match="heads must have the shape"):
-        sigmoid_loss(rows, labels, heads=table)
+    with pytest.raises(ValueError, match="output_rows must have the shape"):
+        sigmoid_loss(rows, labels, output_rows=table)
 
 
 @pytest.mark.parametrize("param", ["relative", "absolute"])
 def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
     """The vectors written out, one feature longer; values and every gradient."""
     rows, labels = random_tokens((2, 7, 6), num_labels=3)
-    heads = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    output_rows = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     settings = {"temperature": 0.2, "param": param, "pair_reduction": "balanced"}
 
     def trained() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -180,13 +180,13 @@ def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
         return tuple(part.requires_grad_() for part in start)
 
     ours = trained()
-    found = sigmoid_loss(ours[0], labels, heads=heads, adapter=ours[1], bias=ours[2], **settings)
+    found = sigmoid_loss(ours[0], labels, output_rows=output_rows, adapter=ours[1], bias=ours[2], **settings)
     theirs = trained()
     delta = theirs[1].sigmoid()
     rest = (1 - delta**2).sqrt().expand(*labels.shape, 1)
-    states, others = (delta * F.normalize(part, dim=-1) for part in (theirs[0], heads))
+    states, others = (delta * F.normalize(part, dim=-1) for part in (theirs[0], output_rows))
     longer = torch.cat([states, -rest], dim=-1), torch.cat([others, rest], dim=-1)
-    cosines = longer[0] @ longer[1].transpose(1, 2)  # `sigmoid_loss` gives heads no gradient, delta is in them
+    cosines = longer[0] @ longer[1].transpose(1, 2)  # `sigmoid_loss` gives output_rows no gradient, delta is in them
     z = 5 * cosines - (5 * theirs[2] if param == "relative" else theirs[2])
     same = labels[:, :, None] == labels[:, None]
     expected = sum((F.softplus(-z[b][same[b]]).mean() + F.softplus(z[b][~same[b]]).mean()) / 2 for b in range(2)) / 2
@@ -196,9 +196,9 @@ def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
         assert one.grad.abs().max() > 1e-4
-    plain = sigmoid_loss(rows, labels, heads=heads, bias=0.3, **settings)
+    plain = sigmoid_loss(rows, labels, output_rows=output_rows, bias=0.3, **settings)
     assert abs(plain - found) > 1e-2
-    with pytest.raises(ValueError, match="give heads, or drop it"):
+    with pytest.raises(ValueError, match="give output_rows, or drop it"):
         sigmoid_loss(rows, labels, adapter=ours[1])
 
 
@@ -206,21 +206,21 @@ def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
 def test_a_zero_row_is_as_if_masked_however_its_partner_is(which: str) -> None:
     """A state and its head: neither hides that the other has no direction."""
     rows, labels = random_tokens((2, 7, 6), num_labels=3)
-    heads = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    (rows if which == "state" else heads)[0, 2] = 1e-60 if which == "cast head" else 0.0
+    output_rows = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    (rows if which == "state" else output_rows)[0, 2] = 1e-60 if which == "cast head" else 0.0
     if which == "cast head":
         rows = rows.float()
     rows.requires_grad_()
     others = torch.ones_like(labels, dtype=torch.bool)
     others[0, 2] = False
-    terms = sigmoid_loss(rows, labels, heads=heads, chunk_size=4, reduction="none")
+    terms = sigmoid_loss(rows, labels, output_rows=output_rows, chunk_size=4, reduction="none")
     terms.sum().backward()
     assert terms.isfinite().all() and rows.grad.isfinite().all()
     assert terms[0, 2] == 0 and not rows.grad[0, 2].any() and rows.grad[0, 1].any()
-    masked = sigmoid_loss(rows, labels, heads=heads, valid=others, chunk_size=4)
-    assert torch.equal(sigmoid_loss(rows, labels, heads=heads, chunk_size=4), masked)
-    heads[1, 3] = torch.nan
-    assert sigmoid_loss(rows, labels, heads=heads).isnan(), "a broken head is shown"
+    masked = sigmoid_loss(rows, labels, output_rows=output_rows, valid=others, chunk_size=4)
+    assert torch.equal(sigmoid_loss(rows, labels, output_rows=output_rows, chunk_size=4), masked)
+    output_rows[1, 3] = torch.nan
+    assert sigmoid_loss(rows, labels, output_rows=output_rows).isnan(), "a broken head is shown"
 
 
 def test_an_output_layer_of_zeros_has_no_term_yet() -> None:
@@ -231,14 +231,14 @@ def test_an_output_layer_of_zeros_has_no_term_yet() -> None:
     shard, hidden = SequenceShard(ShardLayout(8)), rows.transpose(0, 1).clone().requires_grad_()
     everyone = torch.ones_like(labels, dtype=torch.bool)
 
-    def terms(heads: Tensor) -> Tensor:
-        views = chunk_views(config, shard, hidden, labels, everyone, heads=heads)
+    def terms(output_rows: Tensor) -> Tensor:
+        views = chunk_views(config, shard, hidden, labels, everyone, output_rows=output_rows)
         return objective_terms(config, views, shard, {}, 0, lambda: None)
 
     found = terms(torch.zeros_like(hidden))
     found.sum().backward()
     assert not found.any() and not hidden.grad.any()
-    heads = torch.zeros_like(hidden)
-    heads[4:] = 1.0
-    found = terms(heads)
+    output_rows = torch.zeros_like(hidden)
+    output_rows[4:] = 1.0
+    found = terms(output_rows)
     assert found.isfinite().all() and not found[:, :4].any() and (found[:, 4:] > 0).all()
