@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simreg_megatron.config.values import refuse_other_kinds
+from simreg_megatron.config.values import refuse_other_types
 from simreg_megatron.notices import refuse
 
 ADAGC_VARIANTS = ("clipped", "raw", "global")
@@ -32,7 +32,7 @@ class AdaGCConfig:
     variant: str = "clipped"
 
     def __post_init__(self) -> None:
-        refuse_other_kinds("AdaGC", self)
+        refuse_other_types("AdaGC", self)
         positive = (("lambda-rel", self.lambda_rel), ("lambda-abs", self.lambda_abs))
         refuse(
             *((not 0 < number < math.inf, f"AdaGC's {name} must be a finite number above 0, not {number}")

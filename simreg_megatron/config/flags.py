@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from simreg_megatron import objectives
 from simreg_megatron.config.adagc import ADAGC_VARIANTS, AdaGCConfig
 from simreg_megatron.config.simreg import CHOICES, SimRegConfig
-from simreg_megatron.config.values import as_typed, spoken
+from simreg_megatron.config.values import as_typed, describe
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.notices import one_line, refuse
 
@@ -164,7 +164,7 @@ def refuse_idle_settings(config: SimRegConfig) -> None:
     for name in ("objective", *(flag.field for flag in SIMREG_FLAGS)):
         if (value := getattr(config, name)) != getattr(plain, name) and not config.active:
             raise ValueError(
-                f"{spoken(name, value)} has no effect while lambda is 0: give a lambda, or objective none to "
+                f"{describe(name, value)} has no effect while lambda is 0: give a lambda, or objective none to "
                 "measure without training on it"
             )
 

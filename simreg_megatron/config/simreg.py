@@ -70,7 +70,7 @@ class SimRegConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lambda_", values.checked_lambda(self.lambda_))
         object.__setattr__(self, "layers", values.checked_layers(self.layers))
-        values.refuse_other_kinds("SimReg", self)
+        values.refuse_other_types("SimReg", self)
         if self.combines:
             options = values.checked_together(self._given, _DEFAULTS, self.parts)
             object.__setattr__(self, "objective_options", options)
@@ -113,7 +113,7 @@ class SimRegConfig:
              f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, as nothing is cut into "
              "chunks: give a chunk size, or drop the weight"),
             *((given[name] != _DEFAULTS[name],
-               f"{values.spoken(name, given[name])} has no effect on objective {self.objective}: drop it")
+               f"{values.describe(name, given[name])} has no effect on objective {self.objective}: drop it")
               for name in self.idle_settings),
             (self.placement != "post-norm" and "final" not in self.layers,
              f"SimReg placement {self.placement} has no effect on numbered layers, whose output no norm follows: "

@@ -19,14 +19,14 @@ from simreg_megatron.objectives.record import Pairs, checked_option, checked_opt
 
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
-_KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
+_TYPES: dict[str, tuple[type, Callable[[Any], Any], str]] = {
     "int": (Integral, int, "a whole number"),
     "float": (Real, float, "a number"),
     "bool": (bool, bool, "True or False"),
     "str": (str, str, "a word"),
 }
 Settings = Mapping[str, Any]
-_OWN = ("objective", "objective_options", "temperature", "lambda_")  # of each objective, not shared
+_PER_OBJECTIVE = ("objective", "objective_options", "temperature", "lambda_")  # of each objective, not shared
 
 
 def as_typed(value: object) -> str:
@@ -36,12 +36,12 @@ def as_typed(value: object) -> str:
     return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
 
 
-def spoken(name: str, value: object) -> str:
+def describe(name: str, value: object) -> str:
     """Name a setting and its value as messages do."""
     return f"SimReg {name.replace('_', ' ')} {as_typed(value)}"
 
 
-def refuse_other_kinds(of: str, settings: Any) -> None:
+def refuse_other_types(owner: str, settings: Any) -> None:
     """Raise if a field of the record has another type than its annotation: 2.5 steps, or the text of a YAML file.
 
     Numbers of numpy become Python's. Fields of several kinds have checks of their own.
@@ -49,13 +49,13 @@ def refuse_other_kinds(of: str, settings: Any) -> None:
     for field in fields(settings):
         kind, _, none = str(field.type).partition(" | ")
         value = getattr(settings, field.name)
-        if kind not in _KINDS or none not in ("", "None") or (value is None and none):
+        if kind not in _TYPES or none not in ("", "None") or (value is None and none):
             continue
-        wanted, plain, article = _KINDS[kind]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise ValueError(f"{of} {field.name.replace('_', ' ')} must be {article}, not {value!r}")
+        expected, convert, words = _TYPES[kind]
+        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+            raise ValueError(f"{owner} {field.name.replace('_', ' ')} must be {words}, not {value!r}")
         if type(value) not in (int, float):
-            object.__setattr__(settings, field.name, plain(value))
+            object.__setattr__(settings, field.name, convert(value))
 
 
 def checked_lambda(value: float | str) -> float | str:
@@ -80,14 +80,14 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
 def checked_together(settings: Settings, defaults: Settings, parts: Sequence[Any]) -> Pairs:
     """Return the options of all parts; a setting that no part knows is refused."""
     options = [(f"{part.objective}.{name}", value) for part in parts for name, value in part.objective_options]
-    idle = set(defaults.keys() - set(_OWN)).intersection(*(part.idle_settings for part in parts))
+    idle = set(defaults.keys() - set(_PER_OBJECTIVE)).intersection(*(part.idle_settings for part in parts))
     of_head = next((part.objective for part in parts if part.through_head), "")
     refuse(
         (settings["lambda_"] != 0,
          f"SimReg lambda {settings['lambda_']} has no effect when each objective has its own weight: "
          f"write it after the name, as in simreg:{settings['lambda_']}"),
         *((settings[name] != defaults[name],
-           f"{spoken(name, settings[name])} has no effect on any of {settings['objective']}: drop it")
+           f"{describe(name, settings[name])} has no effect on any of {settings['objective']}: drop it")
           for name in sorted(idle)),
         (of_head and any(settings[name] != defaults[name] for name in ("placement", "layers")),
          f"SimReg objective {of_head} is of the final states only, which enter the output layer: drop "
@@ -110,18 +110,18 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
             )
         options[objective][name] = value
     if (shared := settings["temperature"]) is not None:
-        taker = _taker(settings, list(weights))
-        if (own := options[taker].setdefault("temperature", shared)) != shared:
-            raise ValueError(f"SimReg temperature {shared} has no effect next to {taker}.temperature={own}: drop one")
+        owner = _owner_of_temperature(settings, list(weights))
+        if (other := options[owner].setdefault("temperature", shared)) != shared:
+            raise ValueError(f"SimReg temperature {shared} has no effect next to {owner}.temperature={other}: drop one")
     parts = []
     for objective, weight in weights.items():
         temperature, record = options[objective].pop("temperature", None), objectives.find(objective)
         if temperature is not None:
             temperature = checked_option(f"{objective}.temperature", 1.0, temperature)
         checked = checked_options(record, options[objective])
-        known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
-        own = {"objective": objective, "lambda_": weight, "objective_options": checked, "temperature": temperature}
-        parts.append({name: settings[name] for name in known} | own)
+        known = defaults.keys() - {*_PER_OBJECTIVE, *record.idle_settings(dict(checked))}
+        part = {"objective": objective, "lambda_": weight, "objective_options": checked, "temperature": temperature}
+        parts.append({name: settings[name] for name in known} | part)
     return parts
 
 
@@ -142,12 +142,12 @@ def _weights(text: str) -> dict[str, float | str]:
     return weights
 
 
-def _taker(settings: Settings, names: list[str]) -> str:
+def _owner_of_temperature(settings: Settings, names: list[str]) -> str:
     """Return the part that the given temperature belongs to: SimReg, or the only part that has one."""
     temperature = settings["temperature"]
-    takers = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
-    if len(takers) != 1:
-        instead = f"give it as an option of one, such as {takers[0]}.temperature={temperature}" if takers else "drop it"
-        whose = f"{'several' if takers else 'none'} of {settings['objective']}"
-        raise ValueError(f"SimReg temperature {temperature} belongs to {whose}: {instead}")
-    return takers[0]
+    owners = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
+    if len(owners) != 1:
+        remedy = f"give it as an option of one, such as {owners[0]}.temperature={temperature}" if owners else "drop it"
+        number = "several" if owners else "none"
+        raise ValueError(f"SimReg temperature {temperature} belongs to {number} of {settings['objective']}: {remedy}")
+    return owners[0]

@@ -109,12 +109,11 @@ def _neighbours(block: Block) -> tuple[Tensor, Tensor]:
     return follower, follower.mT
 
 
-def _terms(*given: Any, **options: Any) -> Any:
-    """Compute the terms of whole sequences, or of blocks of chunks: with the parameters of either kind."""
-    if not given:
-        return cpretrain_terms(**options)
-    config, views, shard, learned, replicas = given
-    return simcse_terms(config, views, shard, learned, replicas, symmetric=True)
+def _terms(*of_sequences: Any, **of_chunks: Any) -> Any:
+    """Compute the terms of whole sequences, whose kind has positional parameters, or of blocks of chunks."""
+    if of_sequences:
+        return simcse_terms(*of_sequences, symmetric=True)  # type: ignore[misc]  # which is not among the five
+    return cpretrain_terms(**of_chunks)
 
 
 def _check(options: Options, temperature: float, _: int) -> None:

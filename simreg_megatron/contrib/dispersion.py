@@ -88,16 +88,16 @@ def dispersion_value(
         order: random numbers [N], of which the smallest choose the sample.
         add: the sum over the ranks that hold the other tokens, and of their gradients in the backward.
     """
-    everyone = add(positions.new_zeros(len(usable), len(order)).index_copy(1, positions, usable.long())) > 0
-    drawn = torch.where(everyone, order, math.inf).argsort(dim=-1, stable=True)[:, :tokens]
-    there = everyone.gather(1, drawn).unsqueeze(-1)
-    own = torch.arange(len(positions), device=order.device)
-    places = torch.full_like(order, -1, dtype=torch.long).index_copy(0, positions, own)
-    places = places[drawn].unsqueeze(-1)  # of the sample, among this rank's tokens
+    all_usable = add(positions.new_zeros(len(usable), len(order)).index_copy(1, positions, usable.long())) > 0
+    drawn = torch.where(all_usable, order, math.inf).argsort(dim=-1, stable=True)[:, :tokens]
+    taken = all_usable.gather(1, drawn).unsqueeze(-1)  # False behind the last token of a sequence with fewer
+    local = torch.arange(len(positions), device=order.device)
+    local = torch.full_like(order, -1, dtype=torch.long).index_copy(0, positions, local)
+    local = local[drawn].unsqueeze(-1)  # place of each drawn token among this rank's, or -1
     rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
-    rows = rows.gather(1, places.clamp(min=0).expand(-1, -1, rows.shape[-1]))
-    rows = torch.where(there, add(torch.where(there & (places >= 0), rows, 0.0)), 1.0)
-    pairs = (there & there.mT & ~torch.eye(there.shape[1], dtype=torch.bool, device=there.device)).flatten(1)
+    rows = rows.gather(1, local.clamp(min=0).expand(-1, -1, rows.shape[-1]))
+    rows = torch.where(taken, add(torch.where(taken & (local >= 0), rows, 0.0)), 1.0)
+    pairs = (taken & taken.mT & ~torch.eye(taken.shape[1], dtype=torch.bool, device=taken.device)).flatten(1)
     number = pairs.sum(dim=-1)
     total = log_sum(-_distances(rows, clamp).flatten(1) / tau, pairs)
     return torch.where(number > 0, total - number.clamp(min=1).to(total.dtype).log(), 0.0)
@@ -121,8 +121,10 @@ def dispersion_terms(
     """
     options, (rows, _, usable, positions) = config.options, own_tokens(views, shard)
     order = random_numbers(shard.layout.length, seed=int(options["seed"]), iteration=iteration, device=rows.device)
-    given = config.tau, int(options["tokens"]), float(options["clamp"])
-    values = dispersion_value(rows, usable, positions, order, *given, lambda part: sum_over_sequence(part, shard))
+    values = dispersion_value(
+        rows, usable, positions, order, config.tau, int(options["tokens"]), float(options["clamp"]),
+        lambda part: sum_over_sequence(part, shard),
+    )  # fmt: skip
     return torch.where(usable, values.unsqueeze(-1) + nan_if_not_finite(rows), 0.0)
 
 

@@ -144,12 +144,12 @@ def _correlations(rows: Tensor, usable: Tensor, most: int, norm_scope: str, add:
     mean = add(rows.sum(dim=1)) / counts.clamp(min=1)
     centred = torch.where(usable.unsqueeze(-1), rows - mean.unsqueeze(1), 0.0)
     deviations = _root(add(centred.square().sum(dim=1)) / counts.clamp(min=1))
-    still = deviations <= _LOST * torch.finfo(rows.dtype).eps * mean.abs()
-    normal = (centred / torch.where(still, math.inf, deviations + EPSILON).unsqueeze(1)).flatten(0, 1)
-    deviations = torch.where(still, 0.0, deviations)
+    is_constant = deviations <= _LOST * torch.finfo(rows.dtype).eps * mean.abs()
+    normal = (centred / torch.where(is_constant, math.inf, deviations + EPSILON).unsqueeze(1)).flatten(0, 1)
+    deviations = torch.where(is_constant, 0.0, deviations)
     products = add(product(normal[:, :most].mT, normal))
-    there = (counts > 0).to(rows.dtype)
-    return products / counts.sum().clamp(min=1), (deviations * there).sum(dim=0) / there.sum().clamp(min=1)
+    weights = (counts > 0).to(rows.dtype)  # of sequences
+    return products / counts.sum().clamp(min=1), (deviations * weights).sum(dim=0) / weights.sum().clamp(min=1)
 
 
 def _redundancy(correlations: Tensor, deviations: Tensor, prefix: int, options: MICOptions) -> Tensor:
@@ -162,14 +162,14 @@ def _redundancy(correlations: Tensor, deviations: Tensor, prefix: int, options: 
 @dataclass(frozen=True)
 class _Pooled:
     rows: Tensor  # [r, most]
-    there: Tensor  # bool [r]
+    usable: Tensor  # bool [r]
     places: Tensor  # int64 [r], among all rows
 
     def units(self, prefix: int) -> _Pooled:
-        """Return the first features [r, prefix], of length 1; not there is a row without a direction."""
+        """Return the first features [r, prefix], of length 1; a row without a direction is not usable."""
         rows = self.rows[:, :prefix]
-        there = self.there & (rows.detach() != 0).any(dim=-1)
-        return _Pooled(unit_rows(torch.where(there.unsqueeze(-1), rows, 1.0)), there, self.places)
+        usable = self.usable & (rows.detach() != 0).any(dim=-1)
+        return _Pooled(unit_rows(torch.where(usable.unsqueeze(-1), rows, 1.0)), usable, self.places)
 
 
 def _pooled(
@@ -177,12 +177,12 @@ def _pooled(
 ) -> tuple[_Pooled | None, _Pooled]:
     """Return the rows whose pairs this rank computes, or None if every rank computes all; and all rows."""
     if pools_tokens(options, len(rows), length, chunk_size):
-        whole, there = rows.new_zeros(len(rows), length, rows.shape[-1]), usable.new_zeros(len(rows), length).long()
-        whole = add(whole.index_copy(1, positions, rows))
-        there = add(there.index_copy(1, positions, usable.long())) > 0
-        places = torch.arange(there.numel(), device=there.device).view_as(there)
-        own = _Pooled(whole[:, positions].flatten(0, 1), usable.flatten(), places[:, positions].flatten())
-        return own, _Pooled(whole.flatten(0, 1), there.flatten(), places.flatten())
+        everywhere = rows.new_zeros(len(rows), length, rows.shape[-1]), usable.new_zeros(len(rows), length).long()
+        all_rows = add(everywhere[0].index_copy(1, positions, rows))
+        all_usable = add(everywhere[1].index_copy(1, positions, usable.long())) > 0
+        places = torch.arange(all_usable.numel(), device=rows.device).view_as(all_usable)
+        own = _Pooled(all_rows[:, positions].flatten(0, 1), usable.flatten(), places[:, positions].flatten())
+        return own, _Pooled(all_rows.flatten(0, 1), all_usable.flatten(), places.flatten())
     size = chunk_length(length, chunk_size) if options.pool == "chunk" else length
     members = in_samples(usable, positions // size, -(-length // size))
     counts = add(members.sum(dim=-1))
@@ -193,36 +193,36 @@ def _pooled(
 
 def _isotropy(own: _Pooled | None, pooled: _Pooled, prefix: int, options: MICOptions, add: Add) -> Tensor:
     """w_3 L_cv + w_4 L_unif; 0 of fewer than two rows."""
-    number = pooled.there.sum()
+    number = pooled.usable.sum()
     variances = _variances(pooled, prefix)
-    spread = variances.mean()
-    balance = _root((variances - spread).square().mean()) / (spread + EPSILON)
-    everyone = pooled.units(prefix)
+    mean = variances.mean()
+    balance = _root((variances - mean).square().mean()) / (mean + EPSILON)
+    units = pooled.units(prefix)
     if own is None:
-        total = _kernel_sum(everyone, everyone, options.t)
+        total = _kernel_sum(units, units, options.t)
     else:
-        total = add(_kernel_sum(own.units(prefix), everyone, options.t))
-    pairs = everyone.there.sum() * (everyone.there.sum() - 1)
+        total = add(_kernel_sum(own.units(prefix), units, options.t))
+    pairs = units.usable.sum() * (units.usable.sum() - 1)
     uniformity = (total / pairs.clamp(min=1) + EPSILON).log()
     uniformity = torch.where(pairs > 0, uniformity, 0.0)
     return torch.where(number > 1, options.balance * balance, 0.0) + options.uniformity * uniformity
 
 
 def _variances(pooled: _Pooled, prefix: int) -> Tensor:
-    """v_j over the rows that are there, [prefix]."""
-    weights = pooled.there.to(pooled.rows.dtype).unsqueeze(-1)
+    """v_j over the usable rows, [prefix]."""
+    weights = pooled.usable.to(pooled.rows.dtype).unsqueeze(-1)
     rows, number = pooled.rows[:, :prefix], weights.sum().clamp(min=1)
     mean = (weights * rows).sum(dim=0) / number
     return (weights * (rows - mean).square()).sum(dim=0) / number
 
 
-def _kernel_sum(own: _Pooled, everyone: _Pooled, t: float) -> Tensor:
+def _kernel_sum(own: _Pooled, pooled: _Pooled, t: float) -> Tensor:
     """sum_i sum_{j != i} exp(-2t (1 - cos)) over own rows i and all rows j; slabs are recomputed in the backward."""
-    step = max(1, _SLAB // max(1, len(everyone.rows) * own.rows.element_size()))
+    step = max(1, _SLAB // max(1, len(pooled.rows) * own.rows.element_size()))
     total = own.rows.new_zeros(())
     for first in range(0, len(own.rows), step):
         some = slice(first, first + step)
-        slab = (own.rows[some], own.there[some], own.places[some], everyone.rows, everyone.there, t)
+        slab = (own.rows[some], own.usable[some], own.places[some], pooled.rows, pooled.usable, t)
         if len(own.rows) <= step:
             total = total + _slab_sum(*slab)
         else:
@@ -230,9 +230,9 @@ def _kernel_sum(own: _Pooled, everyone: _Pooled, t: float) -> Tensor:
     return total
 
 
-def _slab_sum(rows: Tensor, there: Tensor, places: Tensor, others: Tensor, others_there: Tensor, t: float) -> Tensor:
+def _slab_sum(rows: Tensor, usable: Tensor, places: Tensor, others: Tensor, usable_others: Tensor, t: float) -> Tensor:
     kernel = (2 * t * (product(rows, others.mT) - 1)).exp()
-    pairs = there.unsqueeze(-1) & others_there
+    pairs = usable.unsqueeze(-1) & usable_others
     pairs.scatter_(1, places.unsqueeze(-1), False)  # not taken away afterwards: what is left may be less than rounding
     return torch.where(pairs, kernel, 0.0).sum()
 
@@ -249,8 +249,8 @@ def mic_terms(
     """Compute L of the micro-batch for each anchor, [B, A]; 0 if a token does not count. A collective."""
     tokens = own_tokens(views, shard)
     options = MICOptions(**{**config.options, "prefixes": config.prefixes})  # type: ignore[arg-type]
-    alone = pools_tokens(options, len(tokens.usable), shard.layout.length, config.chunk_size)
-    if alone and options.pool != "token":
+    by_token = pools_tokens(options, len(tokens.usable), shard.layout.length, config.chunk_size)
+    if by_token and options.pool != "token":
         log_once(f"SimReg objective mic: a micro-batch has one {options.pool} here, so tokens stand by themselves")
     value = mic_value(
         tokens.embeddings, tokens.usable, tokens.positions, shard.layout.length,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several objectives share: sums to which every rank adds its own tokens, and random numbers.
 
-Of sums they alone travel, and their gradients. Random numbers follow from a seed and the iteration: all ranks draw the
-same, and a resumed run goes on.
+Only these sums and their gradients are sent between ranks. Random numbers follow from a seed and the iteration: all
+ranks draw the same, and a resumed run goes on.
 
 Shapes: B micro-batch, A anchors of this rank, D hidden.
 """
@@ -74,7 +74,7 @@ def sum_over_sequence(part: Tensor, shard: SequenceShard) -> Tensor:
 
 def random_numbers(number: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
     """Draw uniform numbers [number] in [0, 1), the same for equal seeds and iterations on all devices of one kind."""
-    generator = seeded_generator(f"placebo {seed} {iteration}", device)
+    generator = seeded_generator(f"placebo {seed} {iteration}", device)  # by the first objective that drew them
     return torch.rand(number, generator=generator, device=device, dtype=torch.float32)
 
 
