@@ -15,7 +15,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.contrib.shared import Add, Replicas, own_tokens, random_numbers, sum_over_sequence
 from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import check_temperature, log_sum, nan_if_not_finite, unit_rows
-from simreg_megatron.losses._chunks import checked, is_number
+from simreg_megatron.losses._chunks import at_least_float32, checked, is_number
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
@@ -94,7 +94,7 @@ def dispersion_value(
     local = torch.arange(len(positions), device=order.device)
     local = torch.full_like(order, -1, dtype=torch.long).index_copy(0, positions, local)
     local = local[drawn].unsqueeze(-1)  # place of each drawn token among this rank's, or -1
-    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    rows = at_least_float32(embeddings)
     rows = rows.gather(1, local.clamp(min=0).expand(-1, -1, rows.shape[-1]))
     rows = torch.where(taken, add(torch.where(taken & (local >= 0), rows, 0.0)), 1.0)
     pairs = (taken & taken.mT & ~torch.eye(taken.shape[1], dtype=torch.bool, device=taken.device)).flatten(1)

@@ -21,7 +21,7 @@ from simreg_megatron.contrib.shared import Add, Replicas, own_tokens, sum_over_s
 from simreg_megatron.contrib.sigreg import in_samples
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, unit_rows
-from simreg_megatron.losses._chunks import checked, chunk_length
+from simreg_megatron.losses._chunks import at_least_float32, checked, chunk_length
 from simreg_megatron.notices import log_once
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.pairs import View
@@ -117,7 +117,7 @@ def mic_value(
     for name, (least, most) in MIC.limits.items():
         if not least <= getattr(options, name) <= most:
             raise ValueError(f"{name} must be from {least:g} to {most:g}, got {getattr(options, name)!r}.")
-    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    rows = at_least_float32(embeddings)
     rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
     prefixes = prefixes_within(options.prefixes, rows.shape[-1], rows.shape[-1] - 1)
     with no_autocast(rows.device.type):

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.precision import no_autocast, product
-from simreg_megatron.losses._chunks import as_batch, check_tokens
+from simreg_megatron.losses._chunks import as_batch, at_least_float32, check_tokens
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
-from simreg_megatron.parallel.collectives import at_least_float32, gather, share_work
+from simreg_megatron.parallel.collectives import gather, share_work
 from simreg_megatron.parallel.output_layer import Head, head_of, rows_in_shard
 from simreg_megatron.parallel.shard import SequenceShard
 
@@ -76,7 +76,7 @@ def prefixes_ce_loss(
 
 def _sum(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     logits = logits if bias is None else logits + bias
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_float32(logits)
     return functional.cross_entropy(logits, targets, reduction="sum")
 
 

@@ -20,7 +20,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.contrib.shared import Replicas, own_tokens, seeded_generator, sum_over, sum_over_sequence
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, unit_rows
-from simreg_megatron.losses._chunks import checked, chunk_length
+from simreg_megatron.losses._chunks import at_least_float32, checked, chunk_length
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective, Options
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
@@ -115,7 +115,7 @@ def in_samples(usable: Tensor, numbers: Tensor, num_samples: int) -> Tensor:
 def normalized(embeddings: Tensor, usable: Tensor, normalize: str) -> Tensor:
     """z [b, n, d], at least float32; tokens that are not usable get rows without a gradient."""
     check_choice("normalize", normalize, NORMALIZATIONS)
-    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    rows = at_least_float32(embeddings)
     rows = torch.where(usable.unsqueeze(-1), rows, 1.0)
     if normalize == "none":
         return rows

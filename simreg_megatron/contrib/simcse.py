@@ -23,7 +23,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.contrib.shared import Replicas, own_tokens, sum_over, sum_over_sequence
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, check_temperature, unit_rows
-from simreg_megatron.losses._chunks import checked
+from simreg_megatron.losses._chunks import at_least_float32, checked
 from simreg_megatron.objectives import ExampleSettings, Kind, Objective
 from simreg_megatron.parallel.pairs import View
 from simreg_megatron.parallel.shard import SequenceShard
@@ -100,7 +100,7 @@ def pooled(
     members = usable.unsqueeze(1) & torch.stack([~in_second, in_second])
     if last is not None:
         members = members & (positions == last.unsqueeze(-1))
-    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    rows = at_least_float32(embeddings)
     rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
     with no_autocast(embeddings.device.type):
         sums = product(members.to(rows.dtype), rows)

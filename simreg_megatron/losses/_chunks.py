@@ -60,6 +60,11 @@ def check_tokens(
             )  # fmt: skip
 
 
+def at_least_float32(rows: Tensor) -> Tensor:
+    """Convert half precision to float32, in which sums and their gradients lose nothing."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
 def is_number(value: object, kind: type = numbers.Real) -> bool:
     """Return whether it is a number of Python or NumPy, and no bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
@@ -151,10 +156,9 @@ def block_of(stretch: Stretch, embeddings: Tensor, labels: Tensor, usable: Tenso
     nor a gradient. A NaN row of a usable token is kept: hiding it would hide a broken model.
     """
     rows, usable = stretch.chunks(embeddings).flatten(0, 1), stretch.chunks(usable).flatten(0, 1)
-    rows = rows if rows.dtype == torch.float64 else rows.float()
     return Block(
         # Ones and not zeros: the norm's derivative is finite there, and where() cuts the gradient anyway.
-        rows=torch.where(usable.unsqueeze(-1), rows, 1.0),
+        rows=torch.where(usable.unsqueeze(-1), at_least_float32(rows), 1.0),
         labels=stretch.chunks(labels.long()).flatten(0, 1),
         usable=usable,
         documents=None if documents is None else stretch.chunks(documents).flatten(0, 1),

@@ -16,12 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from simreg_megatron.losses._chunks import at_least_float32
 from simreg_megatron.parallel.layout import RowPlan, Run
-
-
-def at_least_float32(rows: Tensor) -> Tensor:
-    """Convert half precision to float32, so that the gradients of several readers are summed in float32."""
-    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 @torch.no_grad()

@@ -13,13 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.parallel.collectives import (
-    all_to_all_rows,
-    at_least_float32,
-    exchange_rows,
-    gather_tokens,
-    share_work,
-)
+from simreg_megatron.losses._chunks import at_least_float32
+from simreg_megatron.parallel.collectives import all_to_all_rows, exchange_rows, gather_tokens, share_work
 from simreg_megatron.parallel.layout import Rank, RowPlan, Run, ShardLayout, merged
 
 
