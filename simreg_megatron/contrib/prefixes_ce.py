@@ -68,15 +68,14 @@ def prefixes_ce_loss(
     targets = labels.long().masked_fill(~counts, -100).flatten()
     with no_autocast(rows.device.type):
         losses = [
-            _sum(product(rows[:, :prefix], weight[:, :prefix].mT), bias, targets)
+            _cross_entropy_sum(product(rows[:, :prefix], weight[:, :prefix].mT), bias, targets)
             for prefix in prefixes_within(prefixes, width, width)
         ]
     return torch.stack(losses).mean() / counts.sum().clamp(min=1)
 
 
-def _sum(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    logits = logits if bias is None else logits + bias
-    logits = at_least_float32(logits)
+def _cross_entropy_sum(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    logits = at_least_float32(logits if bias is None else logits + bias)
     return functional.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -99,7 +98,7 @@ def default_prefixes(width: int) -> tuple[int, ...]:
 
 def head_terms(
     config: SimRegConfig, model: Any, hidden_states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard,
-    of_losses: Callable[[Tensor], Tensor] = lambda losses: losses,
+    transform: Callable[[Tensor], Tensor] = lambda losses: losses,
 ) -> Tensor:  # fmt: skip
     """Compute the objective's term of each anchor from its logits, [B, A]; 0 where a token does not count.
 
@@ -111,7 +110,7 @@ def head_terms(
         hidden_states: [S, B, D], what enters the output layer.
         labels: [B, T], of the context rank.
         valid: bool [B, T].
-        of_losses: the term of each token from its cross-entropy or normalizer.
+        transform: the term of each token from its cross-entropy or normalizer.
     """
     group, layer = shard.tensor_group, head_of(model)
     width = layer.weight.shape[1]
@@ -123,11 +122,11 @@ def head_terms(
         rows = at_least_float32(rows)
     else:
         rows = _GatherRows.apply(rows, group) if shard.layout.rows_split else share_work(rows, group)
-    local, here = rows_in_shard(labels.transpose(0, 1), layer.weight, group)
+    row, has_row = rows_in_shard(labels.transpose(0, 1), layer.weight, group)
     if config.record.labels == "no":
-        here = torch.zeros_like(here)  # without a label the cross-entropy is the normalizer
-    losses = truncated_head_losses(rows.flatten(0, 1), local.flatten(), here.flatten(), head)
-    losses = torch.where(valid, of_losses(losses).view(rows.shape[:2]).transpose(0, 1), 0.0)
+        has_row = torch.zeros_like(has_row)  # without a label the cross-entropy is the normalizer
+    losses = truncated_head_losses(rows.flatten(0, 1), row.flatten(), has_row.flatten(), head)
+    losses = torch.where(valid, transform(losses).view(rows.shape[:2]).transpose(0, 1), 0.0)
     if group is None:
         return losses
     # Each rank adds its own anchors' terms to the loss, and all of them need the gradient of all anchors' terms.
@@ -170,7 +169,7 @@ class _GatherRows(torch.autograd.Function):
         return own.to(ctx.dtype), None
 
 
-def truncated_head_losses(rows: Tensor, local: Tensor, here: Tensor, head: TruncatedHead) -> Tensor:
+def truncated_head_losses(rows: Tensor, row: Tensor, has_row: Tensor, head: TruncatedHead) -> Tensor:
     """mean_p -log softmax(scale (W[:, :p] e_i[:p] + b))[y_i] of each token, [N]; the same on all ranks of the group.
 
     A collective of a few numbers for each token. Backward: none, so a rank's gradient of the rows is that of its part
@@ -178,35 +177,35 @@ def truncated_head_losses(rows: Tensor, local: Tensor, here: Tensor, head: Trunc
 
     Args:
         rows: [N, P], the first features of all tokens, at least float32; the same on all ranks.
-        local: int64 [N], the label's row of this rank's part of the vocabulary.
-        here: bool [N], whether it is there.
+        row: int64 [N], the label's row of this rank's part of the vocabulary.
+        has_row: bool [N], whether it is there.
     """
-    return _Losses.apply(rows, head.layer.weight, head.layer.bias, local, here, head)
+    return _Losses.apply(rows, head.layer.weight, head.layer.bias, row, has_row, head)
 
 
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor, here: Tensor, head: TruncatedHead
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, row: Tensor, has_row: Tensor, head: TruncatedHead
     ) -> Tensor:
         normalizers = rows.new_empty(len(head.prefixes), len(rows))
-        of_labels = torch.empty_like(normalizers)
-        index = torch.where(here, local, 0).unsqueeze(-1)
+        label_logits = torch.empty_like(normalizers)
+        index = torch.where(has_row, row, 0).unsqueeze(-1)
         for tile in head.tiles(len(rows)):
             for k, prefix in enumerate(head.prefixes):
                 logits = head.logits(rows[tile], prefix)
                 normalizers[k, tile] = logits.logsumexp(dim=-1)
-                of_labels[k, tile] = logits.gather(-1, index[tile]).squeeze(-1).masked_fill(~here[tile], 0.0)
+                label_logits[k, tile] = logits.gather(-1, index[tile]).squeeze(-1).masked_fill(~has_row[tile], 0.0)
         if head.tensor_group is not None:
             normalizers = gather(normalizers.unsqueeze(0), head.tensor_group).logsumexp(dim=0)
-            dist.all_reduce(of_labels, group=head.tensor_group)  # one number plus zeros: exact in any order
-        ctx.save_for_backward(rows, weight, index, here, normalizers)
+            dist.all_reduce(label_logits, group=head.tensor_group)  # one number plus zeros: exact in any order
+        ctx.save_for_backward(rows, weight, index, has_row, normalizers)
         ctx.head = head
-        return (normalizers - of_labels).mean(dim=0)
+        return (normalizers - label_logits).mean(dim=0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
-        rows, weight, index, here, normalizers = ctx.saved_tensors
+        rows, weight, index, has_row, normalizers = ctx.saved_tensors
         head: TruncatedHead = ctx.head
         share = (grads[0] * head.layer.scale / len(head.prefixes)).unsqueeze(-1)
         grad_rows = torch.zeros_like(rows)
@@ -216,17 +215,17 @@ class _Losses(torch.autograd.Function):
             own = rows[tile].to(weight.dtype)
             for k, prefix in enumerate(head.prefixes):
                 grad = (head.logits(rows[tile], prefix) - normalizers[k, tile].unsqueeze(-1)).exp_()
-                grad.scatter_add_(-1, index[tile], -here[tile].to(grad.dtype).unsqueeze(-1))
+                grad.scatter_add_(-1, index[tile], -has_row[tile].to(grad.dtype).unsqueeze(-1))
                 grad = grad.mul_(share[tile]).to(weight.dtype)
                 grad_rows[tile, :prefix] += grad @ weight[:, :prefix]
                 if grad_weight is not None:
                     grad_weight[:, :prefix] += grad.mT @ own[:, :prefix]
                 if grad_bias is not None:
                     grad_bias += grad.sum(dim=0)
-        return grad_rows, _handed_on(grad_weight, weight, fuses=head.fuses), grad_bias, None, None, None
+        return grad_rows, _gradient_for_autograd(grad_weight, weight, fuses=head.fuses), grad_bias, None, None, None
 
 
-def _handed_on(grad_VP: Tensor | None, weight: Any, *, fuses: bool) -> Tensor | None:
+def _gradient_for_autograd(grad_VP: Tensor | None, weight: Any, *, fuses: bool) -> Tensor | None:
     """Return the gradient of the whole weight for autograd, or None if `main_grad` has it already."""
     if grad_VP is None:
         return None
@@ -248,7 +247,7 @@ PREFIXES_CE = Objective(
     example=ExampleSettings(weight=0.5, options="prefixes=8/32", chunk_size=None),
 )  # fmt: skip
 Z_LOSS = Objective(
-    name="z-loss", kind=Kind.HEAD, terms=functools.partial(head_terms, of_losses=torch.square),
+    name="z-loss", kind=Kind.HEAD, terms=functools.partial(head_terms, transform=torch.square),
     asks="normalizers of the logits near 0", labels="no", sent="as with `prefixes-ce`",
     example=ExampleSettings(weight=0.05, chunk_size=None),
 )  # fmt: skip

@@ -128,8 +128,8 @@ def halved_weight_gradient() -> None:
     """Half the gradient that the truncated output layer's weight gets."""
     from simreg_megatron.contrib import prefixes_ce
 
-    handed_on = prefixes_ce._handed_on
-    prefixes_ce._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
+    whole = prefixes_ce._gradient_for_autograd
+    prefixes_ce._gradient_for_autograd = lambda grad, *args, **kwargs: whole(grad / 2, *args, **kwargs)
 
 
 def other_anchors_dropped() -> None:
