@@ -52,7 +52,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
             if warm_up := getattr(initialize, "_warmup_jit_function", None):
                 initialize._warmup_jit_function = _without_odd_warm_up(warm_up)
         _check_place_of_megatron(folder)
-    except (CpuBackendError, MegatronSeamError) as error:
+    except (CpuBackendError, MegatronSeamError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     sys.argv = argv

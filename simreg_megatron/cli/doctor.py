@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.gpu:
+    if options.gpu and importlib.util.find_spec("torch"):
         return 0 if _try_triton() and (not compat.has_training_loop() or _train_one_step()) else 1
     about_script = list(_look_at_script(options.script)) if options.script else []
     print(*about_script, sep="\n", end="\n" * bool(about_script))
@@ -155,9 +155,10 @@ def _train_one_step() -> bool:
 
 def _apex_sentence() -> str:
     """Distinguish NVIDIA's apex, which has optimizers, from the package of that name in the public index."""
-    if importlib.util.find_spec("apex") is None:
+    if (spec := importlib.util.find_spec("apex")) is None:
         return "apex: not installed (optional; build NVIDIA's from github.com/NVIDIA/apex, never `pip install apex`)."
-    if importlib.util.find_spec("apex.optimizers") is None or importlib.util.find_spec("apex.normalization") is None:
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]  # importing the other one may fail
+    if not any((folder / "optimizers").is_dir() and (folder / "normalization").is_dir() for folder in folders):
         return "apex: NOT NVIDIA's (another package of that name): pip uninstall apex, then build NVIDIA's from source."
     return "apex: NVIDIA's."
 

@@ -25,7 +25,7 @@ _HIGHEST = 1000  # times lambda
 class Schedule:
     shape: str = "constant"  # of the way to `final`
     final: float = 1.0  # what is left of lambda at the end, as a share of it
-    warmup_iters: int = 0  # iterations over which lambda rises linearly from 0
+    warmup_iters: int = 0  # iterations over which lambda rises linearly
     off_after: float = 1.0  # share of the training after which the term is off; 1 is never
     start_iter: int = 0  # iterations before the term begins
 

@@ -37,7 +37,7 @@ class SimRegConfig:
         chunk_weight: how the chunks of a sequence are weighted.
         document_mask: tokens of different documents in a sequence are never compared.
         start_iter: iterations before the term begins; warm-up and schedule count from there.
-        warmup_iters: iterations over which lambda rises linearly from 0.
+        warmup_iters: iterations over which lambda rises linearly, from lambda / warmup_iters in the first one.
         lambda_schedule: "constant"; "linear:F" or "cosine:F" go from lambda to F times lambda over the training.
         off_after: share of the training after which the term is off, and a lambda_schedule ends; None is never.
         every: the term is computed only in steps whose number (from 0) is a multiple of this, with the weight times

@@ -87,7 +87,7 @@ def simreg_loss(
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.
-        NaN or infinite rows of valid tokens give NaN, as do float32 rows shorter than 3e-39 except by impl "reference".
+        NaN or infinite rows of valid tokens give NaN, as do float32 rows shorter than 4e-38 except by impl "reference".
 
     Raises:
         ValueError: an argument is out of range, or shapes or types do not fit.
@@ -163,7 +163,11 @@ def simreg_terms(
         lambda block: _contrast(block, logits_of, temperature, self_positive),
         embeddings, labels, usable, anchors=anchors, documents=documents, chunk_size=chunk_size,
     )  # fmt: skip
-    return _terms(contrast, roles)
+    if roles.offset is not None:
+        contrast = contrast + roles.offset
+    # Not F.softplus, which returns x itself above 20: 2e-9 off in float64.
+    terms = torch.where(roles.anchor, -F.logsigmoid(-contrast), 0.0)
+    return terms if roles.weight is None else terms * roles.weight
 
 
 def chosen_impl(
@@ -212,13 +216,4 @@ def with_roles(terms: Tensor, roles: TokenRoles) -> Tensor:
     """weight * softplus(contrast + offset) from terms = softplus(contrast) [b, p], which are 0 where no anchor is."""
     if roles.offset is not None:
         terms = torch.log1p(torch.expm1(terms) * roles.offset.exp())
-    return terms if roles.weight is None else terms * roles.weight
-
-
-def _terms(contrast: Tensor, roles: TokenRoles) -> Tensor:
-    """weight * softplus(contrast + offset) at anchors, 0 elsewhere, [b, p]."""
-    if roles.offset is not None:
-        contrast = contrast + roles.offset
-    # Not F.softplus, which returns x itself above 20: 2e-9 off in float64.
-    terms = torch.where(roles.anchor, -F.logsigmoid(-contrast), 0.0)
     return terms if roles.weight is None else terms * roles.weight

@@ -47,7 +47,8 @@ class Seam:
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
-            cause, what, lacks = error, f"cannot import {self.module}: {error}", (error.name or "").partition(".")[0]
+            cause, what = error, f"cannot import {self.module}: {error}"
+            lacks = "megatron-core" if error.name == "megatron" else (error.name or "").partition(".")[0]
             if lacks not in ("", self.module.partition(".")[0]):  # up to 0.16 a source tree needs packages not named
                 fix = f"install {lacks}"
         else:
@@ -178,7 +179,7 @@ def wrappers(model: Any) -> list[Any]:
 
 
 def as_list(model_chunks: Any) -> list[Any]:
-    return model_chunks if isinstance(model_chunks, list) else [model_chunks]
+    return list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
 
 
 def unwrapped(model_chunks: Any) -> list[Any]:

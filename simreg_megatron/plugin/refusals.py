@@ -253,6 +253,8 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
         if number > last:
             raise ValueError(f"--simreg-layers {number} is beyond the model, whose last layer is {last}: name others")
         refuse(
+            (number == last and config.placement == "pre-norm" and "final" in config.layers,
+             f"--simreg-layers {number} and final are the same states with --simreg-placement pre-norm: drop one"),
             (number not in on_stage,
              f"--simreg-layers {number} lies on an earlier pipeline stage than the loss, which has layers "
              f"{f'{on_stage[0]} to {last}' if on_stage else 'none'}: name layers of that stage, or use fewer stages"),

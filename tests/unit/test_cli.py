@@ -216,6 +216,13 @@ def test_the_reason_is_named(text: str, sentence: str | None, tmp_path: Path, mo
     assert found is None if sentence is None else sentence in str(found)
 
 
+def test_the_other_apex_is_named_though_it_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "NOT NVIDIA's" in doctor._apex_sentence()
+
+
 @pytest.mark.skipif(OLD_TORCH, reason="torch came with another package of that name")
 @pytest.mark.usefixtures("not_imported")
 @pytest.mark.parametrize("given", ["", "CUDNN_HOME", "CUDNN_PATH"])

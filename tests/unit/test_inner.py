@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import refusals, tokens
+from simreg_megatron.plugin import compat, refusals, tokens
 
 
 def test_layers_are_read() -> None:
@@ -59,10 +59,13 @@ def block(*layers: int, last: bool = True, **config):
 @pytest.mark.megatron
 def test_decoders_that_lack_a_state_are_refused() -> None:
     refusals.refuse_decoder(SimRegConfig(layers="5,6,final"), block(5, 6))
+    assert compat.unwrapped((block(5), block(6)))[1].layers[0].layer_number == 6, "model chunks in a tuple"
     with pytest.raises(NotImplementedError, match=r"4 lies on an earlier pipeline stage .* layers 5 to 6: name layers"):
         refusals.refuse_decoder(SimRegConfig(layers="4,6,final"), block(5, 6))
     with pytest.raises(ValueError, match=r"--simreg-layers 7 is beyond the model, whose last layer is 6"):
         refusals.refuse_decoder(SimRegConfig(layers="5,7"), block(5, 6))
+    with pytest.raises(NotImplementedError, match="--simreg-layers 6 and final are the same states"):
+        refusals.refuse_decoder(SimRegConfig(layers="6,final", placement="pre-norm"), block(5, 6))
     with pytest.raises(NotImplementedError, match="needs the final norm on the stage"):
         refusals.refuse_decoder(SimRegConfig(placement="pre-norm"), block(5, 6))
     with pytest.raises(NotImplementedError, match="only the final states of a Linear"):

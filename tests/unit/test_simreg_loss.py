@@ -13,9 +13,9 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels.torch import label_ids_of
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses._anchored import SIMILARITIES, get_similarity, unit_rows
-from simreg_megatron.losses._chunks import Block
-from simreg_megatron.losses.simreg import _logits
+from simreg_megatron.losses._anchored import SIMILARITIES, get_similarity, log_sum, unit_rows
+from simreg_megatron.losses._chunks import Block, self_pairs
+from simreg_megatron.losses.simreg import _contrast
 from simreg_megatron.objectives import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from simreg_megatron.parallel import sequence
 from simreg_megatron.parallel.layout import ShardLayout
@@ -216,11 +216,10 @@ def test_a_token_s_logit_with_itself_is_exactly_zero(similarity: str) -> None:
     rows = random_tokens((2, 9, 33), num_labels=2, dtype=torch.float32)[0]
     raw = get_similarity(similarity)(rows, rows, 0.01).diagonal(dim1=1, dim2=2)
     assert raw.abs().max() > 0, "rounding alone would leave something"
-    everyone = torch.ones(2, 9, dtype=torch.bool)
-    block = Block(rows, torch.zeros(2, 9, dtype=torch.long), everyone, None, anchors=(2, 7))
-    logits = _logits(block, get_similarity(similarity), 0.01)
-    assert logits.shape == (2, 5, 9)
-    assert (logits[:, :, 2:7].diagonal(dim1=1, dim2=2) == 0).all()
+    everyone, alone = torch.ones(2, 9, dtype=torch.bool), torch.arange(9).expand(2, 9)  # its own only positive
+    block = Block(rows, alone, everyone, None, anchors=(2, 7))
+    expected = log_sum(get_similarity(similarity)(rows[:, 2:7], rows, 0.01), ~self_pairs(block))
+    assert torch.equal(_contrast(block, get_similarity(similarity), 0.01, "always"), expected)
 
 
 EXPONENTS = [((30.0, 30.0), "cosine"), ((-30.0, -30.0), "dot"), ((30.0, -30.0), "qnorm"), ((-30.0, 30.0), "dnorm")]
