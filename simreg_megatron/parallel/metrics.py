@@ -89,7 +89,7 @@ class Metrics:
             self._sums = self._nothing(valid.device)
         self._tensor_group = shard.tensor_group
         self._has_measured = self._has_measured or self.wants_geometry
-        totals = [of_objective.sum(dtype=torch.float64) for of_objective in terms]
+        totals = [each.sum(dtype=torch.float64) for each in terms]
         for slot, total in zip(self._term_slots, totals, strict=True):
             self._sums[slot].add_(total)
         anchor_valid = shard.anchor_columns(valid)

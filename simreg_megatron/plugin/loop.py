@@ -82,7 +82,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     for model in language_models:
         refusals.refuse_settings(model.config, config)
         replicas = functools.partial(compat.data_group, model)
-        refusals.refuse_rows(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
+        refusals.refuse_micro_batch(config, model.config.hidden_size, micro_batch_size, replicas, packed=False)
         learnable.refuse_without(config, model)
         watch(model)
     make_ready(models, language_models[0].config, micro_batch_size, seq_length)

@@ -50,9 +50,9 @@ def _packs(args: Any) -> bool:
 
 
 # The table: what is refused, and the sentence, in which {} is replaced by what the condition gives.
-_Row = tuple[type[Exception], Callable[[Any, SimRegConfig], object], str]
+_Check = tuple[type[Exception], Callable[[Any, SimRegConfig], object], str]
 _LAYERS_ONLY = "capture layers only (--cuda-graph-impl local or transformer_engine)"
-_IN_WHOLE_GRAPHS: tuple[_Row, ...] = (
+_IN_WHOLE_GRAPHS: tuple[_Check, ...] = (
     (ValueError, lambda args, config: not config.trains,
      f"SimReg only measures here, which {WHOLE_GRAPH} leaves no room for: {_LAYERS_ONLY}, or drop SimReg"),
     (ValueError, lambda args, config: config.log_interval,
@@ -68,12 +68,12 @@ _IN_WHOLE_GRAPHS: tuple[_Row, ...] = (
      f"SimReg makes what it keeps from step to step in the first one, which {WHOLE_GRAPH} must not capture: set "
      "--cuda-graph-warmup-steps to 1 or more"),
 )  # fmt: skip
-_INSIDE_THE_DECODER: tuple[_Row, ...] = (
+_INSIDE_THE_DECODER: tuple[_Check, ...] = (
     (NotImplementedError, lambda args, config: _flag(args, "overlap_moe_expert_parallel_comm"),
      "under {} Megatron never calls the decoder's layers as such, so SimReg sees the final states only: drop that "
      "flag, or --simreg-layers and --simreg-placement"),
 )  # fmt: skip
-_IN_LAYERS: tuple[_Row, ...] = (
+_IN_LAYERS: tuple[_Check, ...] = (
     (NotImplementedError, lambda args, config: _flag(args, "distribute_saved_activations"),
      "{} takes the states between layers apart before SimReg reads them: drop that flag, or --simreg-layers"),
     (NotImplementedError, lambda args, config: _flag(args, "fine_grained_activation_offloading")
@@ -87,7 +87,7 @@ _IN_LAYERS: tuple[_Row, ...] = (
      "CUDA graphs replay layers without their hooks, so SimReg sees the final states only: drop {}, or "
      "--simreg-layers"),
 )  # fmt: skip
-_IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
+_IN_MEGATRONS_LOOP: tuple[_Check, ...] = (
     (ValueError,
      lambda args, config: config.log_interval and config.log_interval % args.log_interval and config.log_interval,
      "--simreg-log-interval {} must be a multiple of --log-interval {args.log_interval}: SimReg's values appear in "
@@ -110,8 +110,8 @@ _IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
 )  # fmt: skip
 
 
-def _refuse_rows(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
-    for error, condition, sentence in rows:
+def _refuse_first(checks: tuple[_Check, ...], args: Any, config: SimRegConfig) -> None:
+    for error, condition, sentence in checks:
         if value := condition(args, config):
             raise error(sentence.format(value, args=args))
 
@@ -119,11 +119,11 @@ def _refuse_rows(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> Non
 def refuse_settings(args: Any, config: SimRegConfig) -> None:
     """Refuse settings that have one name among Megatron's flags and in its model configuration."""
     if is_whole_graph(args):
-        _refuse_rows(_IN_WHOLE_GRAPHS, args, config)
+        _refuse_first(_IN_WHOLE_GRAPHS, args, config)
     if config.looks_inside:
-        _refuse_rows(_INSIDE_THE_DECODER, args, config)
+        _refuse_first(_INSIDE_THE_DECODER, args, config)
     if config.layer_numbers:
-        _refuse_rows(_IN_LAYERS, args, config)
+        _refuse_first(_IN_LAYERS, args, config)
 
 
 def refuse_arguments(args: Any, config: SimRegConfig) -> None:
@@ -133,12 +133,12 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
         sentence = f"--simreg-every {config.every} has no step before {first}, and SimReg ends at {end}: lower it"
         refuse((first >= end, sentence))
     refuse_settings(args, config)
-    _refuse_rows(_IN_MEGATRONS_LOOP, args, config)
+    _refuse_first(_IN_MEGATRONS_LOOP, args, config)
     if fsdp := _flag(args, "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         _refuse_scattered(config, fsdp)
     width, num_sequences = getattr(args, "hidden_size", None), getattr(args, "micro_batch_size", None)
     replicas = SimpleNamespace(size=lambda: args.data_parallel_size)
-    refuse_rows(config, width, num_sequences, lambda: replicas, packed=_packs(args))
+    refuse_micro_batch(config, width, num_sequences, lambda: replicas, packed=_packs(args))
 
 
 def _refuse_scattered(config: SimRegConfig, by: str) -> None:
@@ -181,7 +181,7 @@ def refuse_start_over(args: Any) -> None:
         )
 
 
-def refuse_rows(
+def refuse_micro_batch(
     config: SimRegConfig, width: int | None, num_sequences: int | None, replicas: Callable[[], Any], *, packed: bool
 ) -> None:
     """Refuse objectives that can make nothing of micro-batches like these, of hidden states of this width.

@@ -78,7 +78,7 @@ class Strength:
         if lacks_factor or (self.config.every > 1 and not self.follows_iterations):
             raise RuntimeError(_NEEDS_LOOP)
         factor = 1 if self.factor is None else self.factor
-        return [self.config.every * of_objective * factor for of_objective in self.lambdas]
+        return [self.config.every * lambda_ * factor for lambda_ in self.lambdas]
 
     def count_micro_batch(self) -> None:
         """Count a micro-batch, for loops that do not pass the iteration."""
@@ -92,7 +92,7 @@ class Strength:
             )
 
 
-class _Part(NamedTuple):
+class _Computed(NamedTuple):
     terms: Tensor  # [B, A]
     views: list[View]  # of the last states; whole chunks in log steps alone where an objective has others
     learned: dict[str, Tensor]
@@ -101,7 +101,7 @@ class _Part(NamedTuple):
 class Terms(NamedTuple):
     """SimReg's terms of one micro-batch, until its language-model loss is there."""
 
-    # Of each objective: the terms [B, A], their sum, and lambda. Empty where none trains.
+    # Of each objective: the terms [B, A], their sum, and their weight in this step. Empty where none trains.
     weighted: list[tuple[Tensor, Tensor, float | Tensor]]
     labels: Tensor  # [B, T]
     start: int  # first column of the loss that they belong to
@@ -137,7 +137,7 @@ class Regularizer:
         if (factor := self.strength.factor) is None:
             return {}
         each = zip(self.config.parts, self.strength.lambdas, strict=True)
-        return {f"{part.objective} lambda": factor * of_objective for part, of_objective in each}
+        return {f"{part.objective} lambda": factor * lambda_ for part, lambda_ in each}
 
     def terms(
         self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any = None
@@ -163,16 +163,16 @@ class Regularizer:
             if self.config.looks_inside:
                 states = self.inner_states.take(model, main_states)
             with torch.set_grad_enabled(self.trains_now):
-                parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
-            last, views = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
-            terms = [part.terms.detach() for part in parts]
-            totals = self.metrics.observe(terms, views, last, tokens.valid, shard, [part.learned for part in parts])
+                computed = [self._compute(part, model, tokens, list(states.values())) for part in self.config.parts]
+            last, views = states[self.config.layers[-1]].detach(), computed[self.metrics.primary].views
+            terms, learned = [each.terms.detach() for each in computed], [each.learned for each in computed]
+            totals = self.metrics.observe(terms, views, last, tokens.valid, shard, learned)
             self.strength.count_micro_batch()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
         if not self.trains_now:
             return Terms([], labels, shard.start)
-        weighted = zip((part.terms for part in parts), totals, self.strength.weights(), strict=True)
+        weighted = zip((each.terms for each in computed), totals, self.strength.weights(), strict=True)
         return Terms(list(weighted), labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
@@ -181,22 +181,22 @@ class Regularizer:
             return loss_BT
         if loss_BT.shape != terms.labels.shape:
             raise NotImplementedError(OTHER_LOSS)
-        for of_objective, total, weight in terms.weighted:
+        for term, total, weight in terms.weighted:
             # For bools `>=` is implication: a finite loss needs a finite total, else the step stops, with no host sync.
             # A loss that is not finite is left to Megatron, which stops or reruns the step: another rank's bad states
             # may reach these terms, but then that rank's own loss is not finite.
             of_loss = loss_BT.detach().sum(dtype=total.dtype)
             torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)
             if loss_BT.requires_grad:  # a teacher's loss trains nothing
-                if not of_objective.requires_grad:
+                if not term.requires_grad:
                     raise NotImplementedError(
                         "SimReg cannot train here: the hidden states were computed without a graph (all parameters "
                         "before the output layer are frozen). Train some of those, or set --simreg-lambda 0"
                     )
                 self._has_sent_term = True
                 if not self.has_gradient_arrived:
-                    of_objective.register_hook(lambda _: setattr(self, "has_gradient_arrived", True))
-            loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
+                    term.register_hook(lambda _: setattr(self, "has_gradient_arrived", True))
+            loss_BT = add_gradient(loss_BT, term, weight, start=terms.start)
         return loss_BT
 
     def check_gradient_arrived(self, model_chunks: Any) -> None:
@@ -213,13 +213,13 @@ class Regularizer:
                     "SimReg wraps: make its override call super(), or set --simreg-lambda 0"
                 )
 
-    def _part(self, config: SimRegConfig, model: Any, tokens: MicroBatch, states: list[Tensor]) -> _Part:
+    def _compute(self, config: SimRegConfig, model: Any, tokens: MicroBatch, states: list[Tensor]) -> _Computed:
         """Compute the terms of one objective, summed over its states and averaged over their prefixes."""
         shard, wants_log = tokens.shard, self.metrics.wants_geometry
         if config.through_head:
             head_terms: Any = config.record.terms
             terms = head_terms(config, model, tokens.hidden_states, tokens.all_labels, tokens.all_valid, shard)
-            return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], {})
+            return _Computed(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], {})
         prefixes = config.prefixes if config.is_simreg else ()
         prefixed = [state[..., :prefix] for state in states for prefix in prefixes] if prefixes else states
         views = [self._views(config, tokens, rows) for rows in prefixed]
@@ -238,7 +238,7 @@ class Regularizer:
         log_views = views[-1]
         if config.sends_no_rows or config.record.relabels or prefixes:  # the log describes whole states, in chunks
             log_views = self._views(config, tokens, states[-1], for_log=True) if wants_log else []
-        return _Part(terms, log_views, learned)
+        return _Computed(terms, log_views, learned)
 
     def _views(self, config: SimRegConfig, tokens: MicroBatch, states: Tensor, *, for_log: bool = False) -> list[View]:
         masks_documents = tokens.documents is not None and "document_mask" not in config.idle_settings

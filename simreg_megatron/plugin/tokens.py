@@ -24,7 +24,7 @@ from simreg_megatron.parallel.output_layer import label_rows
 from simreg_megatron.parallel.sequence import Documents, EndTokens, PackedLengths
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.refusals import packs_pretraining, refuse_cut, refuse_rows
+from simreg_megatron.plugin.refusals import packs_pretraining, refuse_cut, refuse_micro_batch
 
 
 class MicroBatch(NamedTuple):
@@ -60,7 +60,7 @@ class MicroBatchReader:
         key = labels.shape, width, packed is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
         if key not in self._shards:
             replicas = functools.partial(compat.data_group, model)
-            refuse_rows(self.config, width, len(labels), replicas, packed=packed is not None)
+            refuse_micro_batch(self.config, width, len(labels), replicas, packed=packed is not None)
             self._shards[key] = shard_of(model, labels, cp), tp, cp
             _describe_chunks(self.config, self._shards[key][0], sample_length)
         shard = self._shards[key][0]
