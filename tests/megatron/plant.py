@@ -137,16 +137,16 @@ def _in_term(chunk: Any, number: float) -> Iterator[None]:
     """Plant in one element of the terms of the first micro-batch, for any objective."""
     from simreg_megatron.plugin.term import Regularizer
 
-    part, done = Regularizer._part, list[None]()
+    compute, done = Regularizer._compute, list[None]()
 
     def spoiled(self: Any, *args: Any) -> Any:
-        found = part(self, *args)
+        computed = compute(self, *args)
         if done:
-            return found
+            return computed
         done.append(None)
-        return found._replace(terms=_spoiled(found.terms, number))
+        return computed._replace(terms=_spoiled(computed.terms, number))
 
-    with mock.patch.object(Regularizer, "_part", spoiled):
+    with mock.patch.object(Regularizer, "_compute", spoiled):
         yield
 
 

@@ -155,5 +155,5 @@ def waits() -> None:
     from simreg_megatron.plugin.term import Regularizer
 
     activate()
-    part = Regularizer._part
-    Regularizer._part = lambda *args: part(*args) if args[3].valid.any() else None
+    compute = Regularizer._compute
+    Regularizer._compute = lambda *args: compute(*args) if args[3].valid.any() else None
