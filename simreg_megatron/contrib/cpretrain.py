@@ -112,7 +112,7 @@ def _neighbours(block: Block) -> tuple[Tensor, Tensor]:
 def _terms(*of_sequences: Any, **of_chunks: Any) -> Any:
     """Compute the terms of whole sequences, whose kind has positional parameters, or of blocks of chunks."""
     if of_sequences:
-        return simcse_terms(*of_sequences, symmetric=True)  # type: ignore[misc]  # which is not among the five
+        return simcse_terms(*of_sequences, symmetric=True)  # type: ignore[misc]  # the five leave it
     return cpretrain_terms(**of_chunks)
 
 

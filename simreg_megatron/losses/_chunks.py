@@ -61,7 +61,7 @@ def check_tokens(
 
 
 def at_least_float32(rows: Tensor) -> Tensor:
-    """Convert half precision to float32, in which sums and their gradients lose nothing."""
+    """Convert half precision to float32, for sums, and so that the gradients of several readers are added in it."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
