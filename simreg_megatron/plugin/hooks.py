@@ -68,7 +68,7 @@ def seams_to_wrap(*, with_flags: bool) -> list[tuple[compat.Seam, Wrapper]]:
 
 
 def _install(config: SimRegConfig | None) -> None:
-    compat.MODEL_SEAM.holder()  # MegatronSeamError without any Megatron
+    compat.FORWARD_SEAMS[0].holder()  # a MegatronSeamError without any Megatron
     if config is None and not compat.has_training_loop():
         raise compat.MegatronSeamError(
             f"megatron-core {compat.megatron_version()} has no megatron.training to parse the --simreg-* flags: call "
