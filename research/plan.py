@@ -287,8 +287,9 @@ def _run_of(plan: Plan, size: int | str, length: float, own: Flags, data: str, *
         "eval-interval": str(steps + 1),  # once, after the last step
         "log-timers-to-tensorboard": "",
     }
-    if quick and "lr-warmup-iters" in flags:  # one that was tuned may be longer than these few steps
-        flags["lr-warmup-iters"] = "1"
+    if quick:  # else longer than these few steps, or a share of them that is no step
+        short = {"lr-warmup-iters": "1", "simreg-start-iter": "3", "simreg-off-after": "0.5"}
+        flags |= {name: value for name, value in short.items() if name in flags}
     if plan.is_about_time or quick:
         flags["eval-iters"] = "1"
     if "lr" in own:

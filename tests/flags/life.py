@@ -70,14 +70,15 @@ def _start_once(out: Path, flags: list[str], processes: int, plain: bool, timeou
         found.append(Outcome(error=f"status {status}", said=printed[-_TAIL:]))
     for outcome in found:
         if outcome.error.startswith("exit"):
-            outcome.said = _printed_error(printed)
+            outcome.said = _printed_error(printed, processes)
     return found
 
 
-def _printed_error(printed: str) -> str:
-    """Return the last words of a program that ends itself; with a word about a page of usage before it."""
+def _printed_error(printed: str, processes: int) -> str:
+    """Return the last words of a program that ends itself, of several the line; after a word about a page of usage."""
     usage = "usage: ... " if re.search("^usage: ", printed, re.MULTILINE) else ""
-    return usage + "".join(printed.rpartition("error: ")[1:]).strip()[:_TAIL] if "error: " in printed else ""
+    error = "".join(printed.rpartition("error: ")[1:]).strip() if "error: " in printed else ""
+    return usage * bool(error) + (error if processes == 1 else error.partition("\n")[0])[:_TAIL]  # another may go on
 
 
 def _where_it_hung(text: str) -> list[str]:
