@@ -287,7 +287,7 @@ _EXPERTS = [
 _INNER = [
     Cell(TP2, chunk(24, "--simreg-layers 1,final", "layers 1,final")),
     Cell(TP2 + SP, chunk(24, "--simreg-layers 1", "layer 1")),
-    Cell(CP2, chunk(0, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm")),
+    Cell(CP2, chunk(0, "--simreg-layers 1,final --simreg-placement pre-norm", "layers 1,final pre-norm")),
     Cell(DP2, chunk(24, "--simreg-layers 1", "layer 1"), mode=PER_TOKEN),
     Cell(PP2 + VPP2, chunk(24, "--simreg-placement pre-norm", "pre-norm"), model="deep"),
     Cell(TP2 + SP + SELECTIVE, chunk(24, "--simreg-layers 1", "layer 1")),
