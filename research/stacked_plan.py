@@ -227,7 +227,7 @@ def _bests(results: Results) -> Iterator[str]:
         if best := results.best_of_search(arm, std):
             tried = zip(SETTINGS, best, map(set, zip(*results.grid(arm), strict=True)), strict=True)
             ends = [(key, value, len(of)) for key, value, of in tried if value in (min(of), max(of))]
-            few = {"std": 1 if std is None else math.inf}  # among so many values none is an edge
+            few = {"std": 1 if std is None else math.inf}  # with this number of values, or fewer, none is an edge
             edges = [f"{key} {value:g}" for key, value, number in ends if number > few.get(key, 2)]
             edge = f"; at the edge of its grid: {', '.join(edges)}" if edges else ""
             yield f"- {arm}, best {'of all' if std is None else f'at std {std:g}'}: {_named(best)}{edge}"

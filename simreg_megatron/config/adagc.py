@@ -17,8 +17,7 @@ class AdaGCConfig:
     """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`. ValueError if one is impossible.
 
     Attributes:
-        lambda_rel: times its moving average, the largest gradient norm of a parameter; above 1 (1.04: 4 % higher), else
-            no average ever rises again.
+        lambda_rel: largest gradient norm of a parameter, over its moving average; up to 1 no average rises again.
         lambda_abs: largest global norm during the warm-up.
         beta: of the moving average.
         warmup_iters: steps that are clipped by their global norm.

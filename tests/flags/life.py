@@ -75,10 +75,10 @@ def _start_once(out: Path, flags: list[str], processes: int, plain: bool, timeou
 
 
 def _printed_error(printed: str, processes: int) -> str:
-    """Return the last words of a program that ends itself, of several the line; after a word about a page of usage."""
+    """Return the last words of a program that ends itself, after a word about a page of usage; of several, one line."""
     usage = "usage: ... " if re.search("^usage: ", printed, re.MULTILINE) else ""
     error = "".join(printed.rpartition("error: ")[1:]).strip() if "error: " in printed else ""
-    return usage * bool(error) + (error if processes == 1 else error.partition("\n")[0])[:_TAIL]  # another may go on
+    return usage * bool(error) + (error if processes == 1 else error.partition("\n")[0])[:_TAIL]
 
 
 def _where_it_hung(text: str) -> list[str]:

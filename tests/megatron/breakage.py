@@ -192,12 +192,12 @@ def adagc_replicas_counted_twice_and_checked() -> None:
 
 def adagc_instances_counted_twice() -> None:
     """Count parameters held by every instance of the distributed optimizer once per instance."""
-    from simreg_megatron.adagc import clipping
+    from simreg_megatron.adagc import clipping, gradients
     from tests.megatron import watch
 
     watch.adagc()
-    main_parameters = clipping.main_parameters
-    clipping.main_parameters = lambda *member: (main._replace(is_counted=True) for main in main_parameters(*member))
+    listed = gradients.main_parameters
+    gradients.main_parameters = lambda *single: (main._replace(is_counted=True) for main in listed(*single))
     clipping.refuse_miscounted = lambda *args: None
 
 

@@ -222,7 +222,10 @@ def test_a_learned_scale(level: str) -> None:
 BAD_OPTIONS = [
     (lambda rows, labels: creg_loss(rows, labels, temperature=0), "temperature must be a finite number above 0"),
     (lambda rows, labels: sce_loss(rows, labels, target="instance", exclude_self=True), "its only entry"),
-    (lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"), "'none' is not available"),
+    (
+        lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"),
+        "reduction 'none' is not available; choose one of mean",
+    ),
     (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
     (
         lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
