@@ -80,7 +80,7 @@ SIMREG_FLAGS = _flags("--simreg-", SimRegConfig, CHOICES, {
 })  # fmt: skip
 ADAGC_FLAGS = _flags("--adagc-", AdaGCConfig, {"variant": ADAGC_VARIANTS}, {
     "lambda_rel": "how far a parameter's gradient norm may rise above its moving average (default 1.04)",
-    "lambda_abs": "largest global norm during the warm-up (default: --clip-grad's)",
+    "lambda_abs": "largest global norm during the warm-up (default: --clip-grad's, or 1 if that is 0)",
     "beta": "decay of the moving averages (default 0.99)",
     "warmup_iters": "steps that are clipped by their global norm (default 100)",
     "variant": "what the averages follow (default clipped)",

@@ -51,7 +51,7 @@ def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
         reduces: whether to reduce them over the ranks now: a collective, so pass the same value on every rank.
 
     Raises:
-        MegatronSeamError: SimReg is on, but no forward pass has called a function that it wraps.
+        MegatronSeamError, NotImplementedError: no forward pass has called what SimReg wraps; or no gradient came back.
     """
     regularizer = installation.regularizer()
     if not regularizer.config.active:

@@ -42,7 +42,7 @@ class SimRegLoss(ChunkedLossWrapper):
 
         simreg_temperature: float = 0.01
         simreg_chunk_size: int = 1024
-        """Tokens that are compared with each other; must divide the tokens of a micro-batch."""
+        """Tokens that are compared with each other: 2 or more; must divide the tokens of a row."""
 
         simreg_document_mask: bool = False
         """Compare tokens of one document only. Not with pipelines, which give the loss no positions."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The neighbouring objectives in Megatron's own loop: they go on as if they had never stopped, and say what they do."""
+"""In Megatron's own loop: sigmoid's scalars are trained in every layout, and prefixes-ce with fused gradients."""
 
 from pathlib import Path
 from types import SimpleNamespace
