@@ -17,10 +17,6 @@ from launch.planned import OWN_SCRIPT, ROOT, Machine, Plan
 PATTERN = "--hybrid-layer-pattern"  # Megatron's: then it builds a HybridModel, a GPTModel otherwise
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 _OWN_DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"}
-_READ_BY_PRETRAIN_GPT = {
-    "--fim-data", "--spec", "--logits-load-dir", "--per-dataset-sequences-path", "--hybrid-context-parallel",
-    "--use-varlen-dataset",
-}  # fmt: skip
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 _TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _RESUMABLE = "a run that can resume (--auto-resume, and every submitted one)"
@@ -72,7 +68,7 @@ def build_plan(
         )
     preflight.check_own_flags(flags)
     return Plan(
-        family=family, model=model, script=_choose_script(environ, user, flags), flags=flags, on_cpu=on_cpu,
+        family=family, model=model, script=_choose_script(environ, flags), flags=flags, on_cpu=on_cpu,
         environment=_environment(flags, on_cpu=on_cpu), builtin_corpus=builtin, output=output,
         notes=tuple(notes), plain=options.plain,
     )  # fmt: skip
@@ -259,14 +255,9 @@ def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -
     return output / stamp if model == TINY else output
 
 
-def _choose_script(environ: Mapping[str, str], user: Sequence[Flag], flags: Sequence[Flag]) -> Path:
+def _choose_script(environ: Mapping[str, str], flags: Sequence[Flag]) -> Path:
     tree = environ.get("MEGATRON_PATH")
     if not tree:
-        if unread := sorted(flag_names(user) & _READ_BY_PRETRAIN_GPT):
-            raise LaunchError(
-                f"{unread[0]} is read by Megatron-LM's own pretrain_gpt.py alone: set MEGATRON_PATH to a Megatron-LM "
-                "tree, or start `torchrun -m simreg_megatron pretrain_gpt.py` with your flags"
-            )
         return OWN_SCRIPT
     script = Path(tree).absolute() / f"pretrain_{'hybrid' if PATTERN in flag_names(flags) else 'gpt'}.py"
     if not script.is_file():

@@ -102,14 +102,24 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
 
     if answer.objection and not (machine.gpus and cpu_backend.is_active()):  # which stands in for the GPU
         raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
-    if answer.objection is None and (config := check_own_flags(flags)).active:
-        from simreg_megatron.plugin import refusals
-
+    if answer.objection is None:
         try:
-            refusals.refuse_arguments(args, config)
+            _check_with_ours(args, plan, trains=trains)
         except (ValueError, NotImplementedError) as error:
             raise LaunchError(str(error)) from None
     return answer
+
+
+def _check_with_ours(args: argparse.Namespace, plan: Plan, *, trains: bool) -> None:
+    """Refuse what the plugin, and our own script where it runs, would refuse at their start."""
+    if (config := check_own_flags(plan.flags)).active:
+        from simreg_megatron.plugin import refusals
+
+        refusals.refuse_arguments(args, config)
+    if plan.tree is None:
+        with contextlib.nullcontext() if trains else silence():
+            from simreg_megatron import pretrain
+        pretrain.check_settings(args)
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ def check_ffn(size: int, split: int) -> str | None:
 
 def largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor that is at most `limit`."""
-    return max(size for size in range(1, limit + 1) if number % size == 0)
+    return max(size for size in range(1, min(number, limit) + 1) if number % size == 0)
 
 
 def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = False) -> int:

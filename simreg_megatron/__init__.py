@@ -29,8 +29,7 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
         models: the model or the list of model chunks, if already built; checked at once against `config`.
 
     Raises:
-        ValueError: SimReg is installed with another `config`, `models` is given without `config`, or a setting has no
-            effect at lambda 0.
+        ValueError: another `config` is installed, `models` lacks a `config`, or a setting has no effect at lambda 0.
         RuntimeError: Megatron has parsed its flags already, without SimReg's, and there is no `config`.
         NotImplementedError: SimReg does not support these models (a bypassed model raises this in its first step).
         MegatronSeamError: this Megatron lacks a function that the plugin must wrap; the message says what to do.

@@ -32,6 +32,8 @@ from torch import Tensor
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 # Megatron's batch helpers look all of these up; they stay None while sequences are not packed.
 _PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+_UNREAD = ("fim_data", "spec", "logits_load_dir", "per_dataset_sequences_path", "hybrid_context_parallel",
+           "use_varlen_dataset")  # fmt: skip
 _SPIKE = 10  # a loss this many times the largest one seen so far is reported by --check-for-spiky-loss
 
 
@@ -161,10 +163,13 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     return sorted({pipeline_ranks[0], *last, *further})
 
 
-def check_document_masks(args: Any) -> None:
-    """Refuse settings with which Megatron 0.19 itself would lose the borders of documents, most of them silently."""
+def check_settings(args: Any) -> None:
+    """Refuse settings that this script does not read, or with which Megatron 0.19 loses the borders of documents."""
     stages, packing = args.pipeline_model_parallel_size, args.dataloader_inter_document_masking
+    unread = next((f"--{name.replace('_', '-')}" for name in _UNREAD if getattr(args, name, None)), "")
     for condition, sentence in (
+        (unread,
+         f"{unread} is read by Megatron-LM's own pretrain_gpt.py alone: start that, or set MEGATRON_PATH to its tree"),
         (args.reset_attention_mask and args.transformer_impl != "local",
          "--reset-attention-mask has no effect with Transformer Engine, whose causal attention reads no mask: "
          "use --dataloader-inter-document-masking instead"),
@@ -222,7 +227,7 @@ def main() -> None:
     make_plain_adam_loadable()
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)  # as it is without --inprocess-restart
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
-    check_document_masks(args)
+    check_settings(args)
     is_hybrid = args.hybrid_layer_pattern is not None
     model_config = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
     config = argument_utils.pretrain_cfg_container_from_args(args, model_config(args))

@@ -92,7 +92,7 @@ def _digests(given: dict[str, Any], dtype: str) -> tuple[str, str]:
     loss = torch.rand(BATCH, LENGTH, requires_grad=True)
     regularizer = Regularizer(settings)
     with mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
-        regularizer.set_iteration(ITERATION, 100)
+        regularizer.strength.set_iteration(ITERATION, 100)
     regularizer.metrics.wants_geometry = True
     result = regularizer.add_to(loss, regularizer.terms(model, hidden_states, labels, mask))
     (result * mask).sum().backward()

@@ -64,7 +64,7 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     if not config.trains:
         raise ValueError("there is nothing to check while lambda is 0: install SimReg with the settings of the run")
     # Look at a step with the whole of lambda.
-    regularizer.set_iteration(config.every * (config.start_iter + config.warmup_iters), num_iterations=10**12)
+    regularizer.strength.set_iteration(config.every * (config.start_iter + config.warmup_iters), num_iterations=10**12)
     try:
         return _check(models, forward_backward)
     finally:

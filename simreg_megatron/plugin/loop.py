@@ -143,7 +143,7 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
         RuntimeError, ValueError: the lambda schedule needs `num_iterations`; or has no step with SimReg in that many.
     """
     regularizer = installation.regularizer()
-    regularizer.set_iteration(iteration, num_iterations)
+    regularizer.strength.set_iteration(iteration, num_iterations)
     regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry
 
 

@@ -129,9 +129,6 @@ class Regularizer:
         """Return whether this step computes terms: if it trains on them, or if it is a log step."""
         return self.trains_now or self.metrics.wants_geometry
 
-    def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
-        self.strength.set_iteration(iteration, num_iterations)
-
     def lambdas(self) -> dict[str, Tensor]:
         """Return lambda of each objective in this step by its name in the log; empty while all are constant."""
         if (factor := self.strength.factor) is None:

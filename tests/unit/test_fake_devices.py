@@ -106,7 +106,7 @@ def step(case: Case) -> Found:
             loss = torch.empty(BATCH, tokens, requires_grad=True)
         regularizer = Regularizer(config)
         regularizer.metrics.wants_geometry = case.logs
-        regularizer.set_iteration(3, 10)
+        regularizer.strength.set_iteration(3, 10)
         with HostTensors() as host, counted:
             result = regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
             gradients = backward(result, torch.ones_like(result)) if config.trains else []

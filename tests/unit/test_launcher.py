@@ -540,14 +540,6 @@ def test_a_lambda_for_another_width_is_noted(words: str, has_note: bool) -> None
     assert "auto is the rule for simreg and says nothing about sigreg" in describe(other, CPU, environ={})
 
 
-@pytest.mark.parametrize("flag", ["--fim-data", "--hybrid-context-parallel"])
-def test_what_only_megatrons_own_script_reads_is_refused(flag: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=f"{flag} is read by .* pretrain_gpt.py alone: set MEGATRON_PATH"):
-        plan(flag)
-    (tmp_path / "pretrain_gpt.py").write_text("")
-    assert values(plan(flag, environ={"MEGATRON_PATH": str(tmp_path)}), flag) == [""]
-
-
 def test_names_of_models_have_no_case() -> None:
     assert plan("--model", "7B", *OWN, machine=replace(GPU, world_size=16)).model == "7b"
 

@@ -59,7 +59,7 @@ def test_it_is_simreg_with_these_labels_and_the_log_says_so() -> None:
     hidden, labels, mask, loss = micro_batch()
     settings = {"lambda_": 3, "temperature": 0.1, "chunk_size": CHUNK}
     regularizer = measuring(SimRegConfig(objective="placebo", objective_options="seed=2", **settings))
-    regularizer.set_iteration(7)
+    regularizer.strength.set_iteration(7)
     result = add(regularizer, hidden, labels, mask, loss)
     assert torch.equal(result, loss)
     result.sum().backward()

@@ -18,22 +18,23 @@ def arguments(**given: object) -> SimpleNamespace:
     return SimpleNamespace(**usual | given)
 
 
-LOST_MASKS = [
+LOST = [
     ({"reset_attention_mask": True, PIPELINE: 3}, "first and the last pipeline stage only"),
     ({"reset_attention_mask": True, PIPELINE: 2, VIRTUAL: 2}, "use --dataloader-inter-document-masking with"),
     ({"reset_attention_mask": True, "transformer_impl": "transformer_engine"}, "has no effect with"),
     ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
     ({"dataloader_inter_document_masking": True, PIPELINE: 2}, "set --micro-batch-size 1"),
     ({"sft": True, PIPELINE: 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
+    ({"hybrid_context_parallel": True}, "--hybrid-context-parallel is read by Megatron-LM's own pretrain_gpt.py alone"),
 ]
 
 
-@pytest.mark.parametrize(("given", "sentence"), LOST_MASKS)
-def test_document_masks_that_megatron_would_lose_are_refused(given: dict[str, object], sentence: str) -> None:
-    from simreg_megatron.pretrain import check_document_masks
+@pytest.mark.parametrize(("given", "sentence"), LOST)
+def test_what_would_be_lost_is_refused(given: dict[str, object], sentence: str) -> None:
+    from simreg_megatron.pretrain import check_settings
 
     with pytest.raises(ValueError, match=sentence):
-        check_document_masks(arguments(**given))
+        check_settings(arguments(**given))
 
 
 def test_a_middle_stage_that_predicts_further_holds_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def add(regularizer: Regularizer, hidden, labels, mask, loss) -> torch.Tensor:
 def measuring(config: SimRegConfig) -> Regularizer:
     """In a step that is logged."""
     regularizer = Regularizer(config)
-    regularizer.set_iteration(0, 1)
+    regularizer.strength.set_iteration(0, 1)
     regularizer.metrics.wants_geometry = True
     return regularizer
 
@@ -219,7 +219,7 @@ def test_every_third_step_is_three_times_as_strong_and_the_others_are_plain() ->
         add(regularizer, hidden, labels, mask, loss)
 
     def gradient(regularizer: Regularizer, iteration: int, *, logs: bool = False) -> torch.Tensor:
-        regularizer.set_iteration(iteration)
+        regularizer.strength.set_iteration(iteration)
         regularizer.metrics.wants_geometry = logs
         hidden.grad = None
         result = add(regularizer, hidden, labels, mask, loss)
@@ -253,7 +253,7 @@ def test_scalars_get_a_gradient_of_zero_when_the_term_is_off() -> None:
     model = SimpleNamespace(**vars(MODEL), simreg_similarity=scalars)
     regularizer = Regularizer(config)
     for iteration in (0, 7):
-        regularizer.set_iteration(iteration, 10)
+        regularizer.strength.set_iteration(iteration, 10)
         scalars.query.grad = None
         result = regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
         result.sum().backward()
@@ -285,7 +285,7 @@ def test_a_combination_is_the_weighted_sum_of_its_parts() -> None:
 
     def gradient(**settings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         regularizer = measuring(SimRegConfig(chunk_size=6, **settings))
-        regularizer.set_iteration(4)
+        regularizer.strength.set_iteration(4)
         hidden.grad = None
         result = add(regularizer, hidden, labels, mask, loss)
         assert torch.equal(result, loss)
@@ -380,7 +380,7 @@ def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str) -> None
     settings = {"objective": objective, "temperature": 0.1, "chunk_size": 6}
 
     def gradient(regularizer: Regularizer, iteration: int) -> torch.Tensor:
-        regularizer.set_iteration(iteration, 40)
+        regularizer.strength.set_iteration(iteration, 40)
         hidden.grad = None
         result = add(regularizer, hidden, labels, mask, loss)
         assert torch.equal(result, loss)

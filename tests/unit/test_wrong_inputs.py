@@ -288,6 +288,8 @@ TOGETHER = """
 --expert-model-parallel-size 2 | Megatron refuses these flags together: num_experts must be non None
 --expert-model-parallel-size 2 --num-experts 3 | Megatron refuses these flags together: Number of experts should be a
 --help-me | Megatron has no flag --help-me: did you mean --help?
+--fim-data | --fim-data is read by Megatron-LM's own pretrain_gpt.py alone: start that, or set MEGATRON_PATH
+--sft --pipeline-model-parallel-size 2 --num-layers 4 --micro-batch-size 2 | --sft packs a micro-batch into one row
 --simreg-lambda 1 --simreg-log-interval 15 | --simreg-log-interval 15 must be a multiple of --log-interval 10
 --simreg-lambda 1 --simreg-objective mic --simreg-objective-options prefixes=48/500 | SimReg objective mic cannot take
 """
@@ -301,9 +303,10 @@ import os, sys
 from launch import launcher
 for words in sys.stdin.read().splitlines():
     ranks = "2" if "parallel-size 2" in words else "1"
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, SIMREG_CPU="1")
+    tree, _, flags = words.rpartition(": ")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MEGATRON_PATH=tree)
     try:
-        launcher._launch("llama", [*words.split(), "--dry-run"])
+        launcher._launch("llama", [*flags.split(), "--dry-run"])
         print("=", words, "was not refused")
     except launcher.LaunchError as error:
         print("=", error)
@@ -311,11 +314,13 @@ for words in sys.stdin.read().splitlines():
     of_the_model = "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"
     mismatch = "Megatron refuses these flags together: Mismatch: 0 middle layers remaining"
     found = [*rows(TOGETHER), (of_the_model, mismatch)]
-    asked = "\n".join([*(words for words, _ in found), "--simreg-lambda 1"])
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    right = ["--simreg-lambda 1", f"{tmp_path}: --spec local"]
+    asked = "\n".join([*(words for words, _ in found), *right])
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "SIMREG_CPU": "1"}
     done = jobs.run([sys.executable, "-c", script], input=asked, cwd=tmp_path, env=environment)
     answers = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
-    assert len(answers) == len(found) + 1, done.stderr
+    assert len(answers) == len(found) + len(right), done.stderr
     for answer, (_, said) in zip(answers, found, strict=False):
         assert answer.startswith(said)
-    assert answers[-1] == "--simreg-lambda 1 was not refused"
+    assert answers[len(found) :] == [f"{words} was not refused" for words in right]
