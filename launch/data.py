@@ -57,13 +57,13 @@ def read_manifest(prefix: str) -> dict[str, Any]:
 def check_data(flags: Sequence[Flag]) -> list[str]:
     """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user."""
     notices: list[str] = []
-    texts = prefixes(flags)
     needed = flag_number(flags, "--seq-length", 1) + 1
-    indices = {prefix: read_index(prefix) for prefix in texts}
-    tokenizer = _hash_of_tokenizer(flags) if texts else None  # a name may be asked of the Hub, which takes time
-    for prefix, index in indices.items():
-        if index.tokens < needed and len(texts) == 1:
-            raise LaunchError(f"{prefix}.bin has {index.tokens} tokens and one sample takes {needed}: give more text")
+    indices = {prefix: read_index(prefix) for prefix in prefixes(flags)}
+    tokenizer = _hash_of_tokenizer(flags) if indices else None  # a name may be asked of the Hub, which takes time
+    for named in filter(None, (prefixes(flags, (name,)) for name in _FLAGS)):
+        if (tokens := sum(indices[prefix].tokens for prefix in named)) < needed:
+            raise LaunchError(f"{named[0]}.bin has {tokens} tokens and one sample takes {needed}: give more text")
+    for prefix in indices:
         manifest = read_manifest(prefix)
         if not manifest:
             notices.append(f"{prefix} has no {MANIFEST}: nothing shows which tokenizer made it")

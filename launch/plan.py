@@ -20,7 +20,6 @@ _OWN_DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-spli
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 _TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _RESUMABLE = "a run that can resume (--auto-resume, and every submitted one)"
-_OWN_FOLDERS = "needs --output DIR: by default each tiny run has a folder of its own"
 
 
 def build_plan(
@@ -97,9 +96,8 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
     """Return whether the run saves: every real size does, and a tiny one that is asked to."""
     interval, names = "--save-interval", flag_names(flags)
     asked, resumes = interval in flag_names(user), options.auto_resume
-    has_no_folder = model == TINY and not options.output and "--save" not in names
-    if has_no_folder and (resumes or asked):
-        raise LaunchError(f"{_RESUMABLE if resumes else interval} {_OWN_FOLDERS}")
+    if model == TINY and not options.output and "--save" not in names and (resumes or asked):
+        raise LaunchError(f"{_RESUMABLE if resumes else interval} needs --output DIR: by default each run has its own")
     if resumes and "--non-persistent-save-interval" in names:
         raise LaunchError(f"{_RESUMABLE} does so from --save: leave --non-persistent-save-interval out")
     if interval not in names and (resumes or flag_value(flags, "--save")):
@@ -131,6 +129,8 @@ def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence
     has_tokenizer = options.tokenizer or "--tokenizer-type" in flag_names(user)
     if options.data and own:
         raise LaunchError(f"{' and '.join(texts[:2])} both name the training text: give one")
+    if "--no-load-optim" in flag_names(user) and not flag_names(user) & {"--load", "--pretrained-checkpoint"}:
+        raise LaunchError("--no-load-optim needs --load FOLDER and a new --output: a resume loads its own state")
     if options.valid_data and not options.data:
         raise LaunchError("--valid-data goes with --data PREFIX, the training text")
     if texts and not has_tokenizer:

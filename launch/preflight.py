@@ -92,8 +92,7 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and plan.tree is None:
-        own = make_parser(plan.family)._option_string_actions
-        hint = suggestion(names[0], [*parser._option_string_actions, *own])
+        hint = suggestion(names[0], [*parser._option_string_actions, *make_parser(plan.family)._option_string_actions])
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
         return Answer(None, None)
@@ -102,24 +101,20 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
 
     if answer.objection and not (machine.gpus and cpu_backend.is_active()):  # which stands in for the GPU
         raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
-    if answer.objection is None:
-        try:
-            _check_with_ours(args, plan, trains=trains)
-        except (ValueError, NotImplementedError) as error:
-            raise LaunchError(str(error)) from None
+    if answer.objection is not None:
+        return answer
+    try:
+        if (config := check_own_flags(flags)).active:
+            from simreg_megatron.plugin import refusals
+
+            refusals.refuse_arguments(args, config)
+        if plan.tree is None:
+            with contextlib.nullcontext() if trains else silence():
+                from simreg_megatron import pretrain
+            pretrain.check_settings(args)
+    except (ValueError, NotImplementedError) as error:
+        raise LaunchError(str(error)) from None
     return answer
-
-
-def _check_with_ours(args: argparse.Namespace, plan: Plan, *, trains: bool) -> None:
-    """Refuse what the plugin, and our own script where it runs, would refuse at their start."""
-    if (config := check_own_flags(plan.flags)).active:
-        from simreg_megatron.plugin import refusals
-
-        refusals.refuse_arguments(args, config)
-    if plan.tree is None:
-        with contextlib.nullcontext() if trains else silence():
-            from simreg_megatron import pretrain
-        pretrain.check_settings(args)
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

@@ -32,8 +32,7 @@ from torch import Tensor
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 # Megatron's batch helpers look all of these up; they stay None while sequences are not packed.
 _PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
-_UNREAD = ("fim_data", "spec", "logits_load_dir", "per_dataset_sequences_path", "hybrid_context_parallel",
-           "use_varlen_dataset")  # fmt: skip
+_UNREAD = ("spec", "fim_data", "logits_load_dir", "per_dataset_sequences_path", "hybrid_context_parallel")
 _SPIKE = 10  # a loss this many times the largest one seen so far is reported by --check-for-spiky-loss
 
 
@@ -166,7 +165,8 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 def check_settings(args: Any) -> None:
     """Refuse settings that this script does not read, or with which Megatron 0.19 loses the borders of documents."""
     stages, packing = args.pipeline_model_parallel_size, args.dataloader_inter_document_masking
-    unread = next((f"--{name.replace('_', '-')}" for name in _UNREAD if getattr(args, name, None)), "")
+    names = _UNREAD[1:] if args.hybrid_layer_pattern else _UNREAD  # a HybridModel is built by --spec
+    unread = next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)), "")
     for condition, sentence in (
         (unread,
          f"{unread} is read by Megatron-LM's own pretrain_gpt.py alone: start that, or set MEGATRON_PATH to its tree"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -123,6 +124,9 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
             f"the job would run {sys.executable}, which has no torch: activate the environment of the run before you "
             f"submit, or name its Python in {options.cluster} (PYTHON=)"
         )
+    time = options.time or site.time
+    if not 0 < options.reserve <= _minutes(time) - 1:
+        raise LaunchError(f"--reserve {options.reserve:g} must be above 0 and leave a minute of --time {time}")
     nodes = options.nodes or _nodes_of(run_options.layout, family, model)
     run_options.auto_resume = True
     gpus, ranks = site.gpus_per_node, site.ranks_per_node
@@ -137,7 +141,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
         # The same for the same run, by which a second submission is seen.
         name=f"{options.name or output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}",
         nodes=nodes,
-        time=options.time or site.time,
+        time=time,
         slices=options.slices,
         keep=options.keep,
         reserve=round(options.reserve * 60),
@@ -147,6 +151,15 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
         site=site,
     )  # fmt: skip
     return job, options, plan, machine
+
+
+def _minutes(time: str) -> float:
+    """Read minutes[:seconds], hours:minutes:seconds or days-hours[:minutes[:seconds]]; a word has no limit."""
+    days, dash, clock = time.rpartition("-")
+    words = [*(["0"] if not dash and clock.count(":") < 2 else []), *clock.split(":"), "0", "0"]
+    if not all(map(str.isdecimal, [days or "0", *words])):
+        return math.inf
+    return 1440 * int(days or 0) + 60 * int(words[0]) + int(words[1]) + int(words[2]) / 60
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:

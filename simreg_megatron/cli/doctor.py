@@ -51,14 +51,12 @@ def run(options: argparse.Namespace) -> int:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             says = importlib.metadata.version(name)
         print(f"  {name:20}{says}")
-    if importlib.util.find_spec("torch") is None:
-        return 1  # the packages have said why
-    import torch
-
-    print(_device_sentence(torch))
-    print(_apex_sentence())
-    if broken := broken_transformer_engine():
-        print(broken)
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        print(f"torch cannot be imported ({error}): install it, or install it again")
+        return 1
+    print(*filter(None, (_device_sentence(torch), _apex_sentence(), broken_transformer_engine())), sep="\n")
     if not _print_seams():
         print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
         return 1

@@ -42,6 +42,9 @@ class CheckpointError(SentenceError):
 
 def checkpoint_folder(load: Path, step: int | None = None) -> Path:
     """Name the checkpoint that Megatron's --load and --ckpt-step do; the newest one if `step` is None."""
+    if not load.is_dir():
+        raise CheckpointError(f"there is no folder {load}: give the one that --save named")
+    load = load / "checkpoints" if (load / "checkpoints" / TRACKER).is_file() else load  # of a run's --output
     tracker = load / TRACKER
     if step is None and not tracker.is_file():
         return load

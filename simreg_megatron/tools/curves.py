@@ -101,7 +101,10 @@ def run(options: argparse.Namespace) -> None:
     runs = [read_run(path, name) if path else read_run(name) for name, _, path in words]
     if len({one.name for one in runs}) < len(runs):
         raise ReportError(f"two of the runs have one name ({', '.join(one.name for one in runs)}): give NAME=PATH")
-    draw_curves(runs).savefig(options.output)
+    try:
+        draw_curves(runs).savefig(options.output)
+    except ValueError as error:  # of matplotlib: another ending
+        raise ReportError(f"--output {options.output}: {error}") from None
     print(*table_of(runs), f"Figure: {options.output}", sep="\n")
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from simreg_megatron.notices import SentenceError
 from simreg_megatron.tools.checkpoints import checkpoint_folder, refuse_taken
 from simreg_megatron.tools.export_hf import export
+from simreg_megatron.tools.prepare_data import count
 
 # The paper does not name its metrics. Its scores look like acc_norm where a task has one (36.5 on HellaSwag at 350M).
 PAPER = {
@@ -42,7 +43,7 @@ def add_command(commands: Any) -> None:
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--batch-size", default="auto", help="requests at a time (default: auto)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--limit", type=int, help="only the first questions of each task: for a trial")
+    add("--limit", type=count, help="only the first questions of each task: for a trial")
     add("--include", type=Path, help="folder with more task definitions (YAML of the harness)")
     parser.set_defaults(run=run)
 
@@ -54,6 +55,8 @@ def run(options: argparse.Namespace) -> None:
     from lm_eval.utils import handle_non_serializable, make_table
     from transformers import AutoTokenizer
 
+    if options.include and not options.include.is_dir():
+        raise SentenceError(f"--include {options.include} is no folder")
     metrics = chosen_tasks(options.tasks)
     task_manager = TaskManager(include_path=str(options.include.resolve()) if options.include else None)
     if unknown := [task for task in metrics if task not in task_manager.all_tasks]:
@@ -104,12 +107,12 @@ def chosen_tasks(text: str) -> dict[str, str]:
 def score_of(results: Mapping[str, Any], task: str, metric: str) -> Score:
     """Read a task's (or group's) score; per cent if every question counts from 0 to 1."""
     values = results["results"].get(task, {})
-    keys = [key for key in values if "," in key and "_stderr," not in key]  # metric,filter
-    key = next((key for key in keys if metric in ("", key.partition(",")[0])), None)
-    if key is None:
-        raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {' '.join(keys)}")
-    metric, _, kind = key.partition(",")
-    value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")  # which may be "N/A"
+    keys = [key.split(",") for key in values if "," in key and "_stderr," not in key]  # metric,filter
+    if (found := next((key for key in keys if metric in ("", key[0])), None)) is None:
+        known = " ".join(name for name, _ in keys)
+        raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {known}")
+    metric, kind = found
+    value, error = float(values[f"{metric},{kind}"]), values.get(f"{metric}_stderr,{kind}")  # which may be "N/A"
     samples = ((part, each) for part in parts_of(results, task) for each in results.get("samples", {}).get(part, ()))
     questions = {(part, each["doc_id"]): each[metric] for part, each in samples
                  if each.get("filter", kind) == kind and isinstance(each.get(metric), int | float)}  # fmt: skip

@@ -75,7 +75,9 @@ def count(text: str) -> int:
 def run(options: argparse.Namespace) -> None:
     manifest = prepare(**{name: value for name, value in vars(options).items() if name != "run"})
     for side, number in manifest["tokens"].items():
-        print(f"{options.out / side}: {number:,} tokens, {manifest['documents'][side]:,} documents")
+        lacks = not number and options.valid_share != 0
+        way_out = ", so train with --valid-data of another set, or prepare again with --valid SOURCE" if lacks else ""
+        print(f"{options.out / side}: {number:,} tokens, {manifest['documents'][side]:,} documents{way_out}")
 
 
 def prepare(

@@ -30,9 +30,10 @@ Captured = pytest.CaptureFixture[str]
 
 
 def test_doctor_without_torch_says_so_and_ends(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(doctor.sys, "path", [])
-    assert cli.main(["doctor"]) == 1 and "missing: SimReg needs it" in capsys.readouterr().out
+    said = cli.main(["doctor"]) == 1 and capsys.readouterr().out
+    assert said and "missing: SimReg needs it" in said and "torch cannot be imported (import of torch halted" in said
 
 
 @pytest.mark.megatron

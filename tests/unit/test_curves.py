@@ -76,6 +76,8 @@ def test_the_command_draws_and_compares(tmp_path: Path, capsys: Captured) -> Non
     said = capsys.readouterr().out.splitlines()
     assert said[1].split() == ["one", "2", "4.5000"] and said[2].split() == ["lower", "2", "4.2500", "-0.2500"]
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
+    assert cli.main(["curves", str(two), "--output", "curves.xyz"]) == 2
+    assert "--output curves.xyz: Format 'xyz' is not supported" in capsys.readouterr().err
     assert cli.main(["curves", str(two), str(two)]) == 2
     assert "have one name (two, two): give" in capsys.readouterr().err
 

@@ -117,11 +117,14 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path, capsys: pyte
     def sentence(load: Path) -> str:
         return refused(capsys, "--load", load, "--save", tmp_path / "model")
 
-    assert "it has no .metadata" in sentence(tmp_path / "nowhere")
+    assert "there is no folder" in sentence(tmp_path / "nowhere")
+    assert "it has no .metadata" in sentence(tmp_path)
     (tmp_path / "old" / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "old" / TRACKER).write_text("5")
     assert "iter_0000005 is no whole" in (said := sentence(tmp_path / "old")) and "--ckpt-convert-format" in said
     assert checkpoint_folder(tmp_path / "old", 7) == tmp_path / "old" / "iter_0000007"
+    (tmp_path / "old").rename(tmp_path / "checkpoints")
+    assert checkpoint_folder(tmp_path) == tmp_path / "checkpoints" / "iter_0000005", "of the folder of a run"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "precious").write_text("kept")
     assert "already exists" in sentence(dist_checkpoint(tmp_path / "checkpoint"))

@@ -204,4 +204,6 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     source = write_source(tmp_path / "a", "jsonl", LINES)
     words = ["data", "prepare", source, "--out", str(tmp_path / "out"), "--tokenizer", MODEL, "--valid-share", "0"]
     assert cli.main([*words, "--workers", "1", "--tokens", "1M"]) == 0
-    assert "train: 3,404 tokens, 40 documents" in capsys.readouterr().out
+    assert "train: 3,404 tokens, 40 documents" in (said := capsys.readouterr().out) and "--valid-data" not in said
+    assert cli.main([*words[:4], str(tmp_path / "few"), *words[5:7], "--workers", "1"]) == 0
+    assert "valid: 0 tokens, 0 documents, so train with --valid-data of another set" in capsys.readouterr().out

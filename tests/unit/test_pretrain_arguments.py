@@ -14,7 +14,7 @@ PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_para
 
 def arguments(**given: object) -> SimpleNamespace:
     usual = {PIPELINE: 1, VIRTUAL: None, "context_parallel_size": 1, "transformer_impl": "local", "micro_batch_size": 2}
-    usual |= dict.fromkeys(("sft", "reset_attention_mask", "dataloader_inter_document_masking"), False)
+    usual |= dict.fromkeys(("sft", "reset_attention_mask", "dataloader_inter_document_masking", "hybrid_layer_pattern"))
     return SimpleNamespace(**usual | given)
 
 

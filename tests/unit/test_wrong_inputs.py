@@ -109,8 +109,8 @@ SIZES_AND_WORDS = [
     ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md cannot be loaded as"),
     ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
      "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
-    ("simreg-megatron export-hf --load out/run --save model", "out/run is no whole torch_dist checkpoint: it has "
-     "no .metadata. Give the folder that --save named"),
+    ("simreg-megatron export-hf --load out/run --save model", "out/run/checkpoints/iter_0000002 is no whole torch_dist "
+     "checkpoint: it has no .metadata. Give the folder that --save named"),
 ]  # fmt: skip
 
 
@@ -182,6 +182,7 @@ def test_few_documents_make_no_validation_set(ask: Ask, place: Path) -> None:
     assert not (place / "data" / "few" / "valid.idx").exists()
     few = "llama --seq-length 64 --data data/few/train --tokenizer data/mine/tokenizer.model"
     refused(ask, f"{few} --valid-data data/few/valid", "there is no data/few/valid.bin with data/few/valid.idx: give")
+    refused(ask, f"{few} --seq-length 9000 --valid-data data/mine/valid", "data/few/train.bin has ")
     # Megatron itself would look for a validation document for ever.
     refused(ask, few, "data/few/train has 3 documents, and --split 99,1,0 leaves none of them to validate: give")
     refused(ask, f"{few} --split 90,10,0", "data/few/train has 3 documents, and --split 90,10,0 leaves none")
@@ -213,6 +214,7 @@ VALUES = """
 --ffn 100 --ffn-hidden-size 200 | --ffn and --ffn-hidden-size name the same size
 --auto-resume | a run that can resume (--auto-resume, and every submitted one) needs --output DIR
 --load none | --load none: there is no complete checkpoint: give the folder that --save named
+--no-load-optim | --no-load-optim needs --load FOLDER and a new --output
 """
 SIMREG_FLAGS = """
 --simreg-temperature 0 | the SimReg temperature must be a number from 0.0001 to 10000, not 0.0
@@ -235,6 +237,9 @@ submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launc
 submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --save-retain-interval 5 | error: --keep N
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
 submit --cluster cpu.env --nodes 0 launch/pretrain_llama.sh | error: --nodes, --slices and --keep must be at least 1
+submit --cluster cpu.env --time 10:59 launch/pretrain_llama.sh --save-interval 5 --output o | error: --reserve 10 must
+submit --cluster cpu.env --time 1-0 --reserve 1440 launch/pretrain_llama.sh --save-interval 5 --output o | error: --res
+submit --cluster cpu.env --reserve nan launch/pretrain_llama.sh --save-interval 5 --output o | error: --reserve nan must
 simreg-megatron prepare | invalid choice: 'prepare'
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | --tokens: invalid count value: '20X'
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens inf | --tokens: invalid count value: 'inf'
@@ -246,6 +251,8 @@ simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: br
 simreg-megatron evaluate --model a=. --output scores --tasks arc_eazy | error: lm-evaluation-harness has no task
 simreg-megatron export-hf --load data --ckpt-step -5 --save model | error: data has no checkpoint '-5': give --ckpt-step
 simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
+simreg-megatron evaluate --model a=. --output scores --include none | error: --include none is no folder
+simreg-megatron evaluate --model a=. --output scores --limit 0 | --limit: invalid count value: '0'
 simreg-megatron import-hf --model meta/Llama --save start | error: meta/Llama lacks config.json or model*.safetensors
 simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER, a folder
 simreg-megatron doctor --script none.py | cannot read none.py as Python
