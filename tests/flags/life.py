@@ -123,9 +123,9 @@ def _watch(outcome: Outcome, plain: bool) -> None:
     if plain:
         return
     from simreg_megatron.plugin import installation, log
-    from simreg_megatron.plugin.term import Regularizer
+    from simreg_megatron.plugin.term import Regularizer, Strength
 
-    console, terms, set_iteration = log.add_to_console, Regularizer.terms, Regularizer.set_iteration
+    console, terms, set_iteration = log.add_to_console, Regularizer.terms, Strength.set_iteration
 
     def noted_console(means: Any, *args: Any, **kwargs: Any) -> None:
         outcome.logged.append({name: value.double().item() for name, value in means.items()})
@@ -143,7 +143,7 @@ def _watch(outcome: Outcome, plain: bool) -> None:
 
     log.add_to_console = noted_console
     Regularizer.terms = noted_terms  # type: ignore[method-assign]
-    Regularizer.set_iteration = noted_iteration  # type: ignore[method-assign]
+    Strength.set_iteration = noted_iteration  # type: ignore[method-assign]
 
 
 def _document(text: Any, index: int) -> Any:
