@@ -26,6 +26,7 @@ from megatron.training.training import setup_model_and_optimizer
 
 from simreg_megatron.plugin import compat
 from simreg_megatron.pretrain import datasets_provider
+from simreg_megatron.tools.checkpoints import TRACKER
 
 
 def add_probe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -58,6 +59,9 @@ def main() -> None:
     if args.load is None:
         raise SystemExit("error: the probe reads a checkpoint: give --load CHECKPOINTS, what the run had as --save")
     args.exit_on_missing_checkpoint = True  # never the states of a model that nothing has trained
+    needed = [TRACKER, *(f"iter_{step:07d}" for step in args.probe_steps)]
+    if missing := [name for name in needed if not Path(args.load, name).exists()]:
+        raise SystemExit(f"error: {args.load} has no {missing[0]}: give --load CHECKPOINTS, what the run had as --save")
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     initialize_megatron()
     if torch.distributed.get_world_size() > 1:

@@ -18,6 +18,7 @@ from research.plan import Entry, Plan, ResearchError, Run, entries_of, plan_name
 from research.run import Runner, Store, command_of, open_dataset
 from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
 from simreg_megatron.notices import SentenceError
+from simreg_megatron.tools.prepare_data import count
 
 _KEPT_CURVES = ("train_loss", "validation_loss", "simreg_loss", "positive_cosine", "negative_cosine")
 
@@ -28,11 +29,13 @@ def main() -> int:
     run = commands.add_parser("run", help="train the runs of plans; the same command continues what was stopped")
     run.add_argument("plans", nargs="+", metavar="PLAN", help=f"a .yaml file, or one of {', '.join(plan_names())}")
     run.add_argument("--output", type=Path, default=Path("runs/research"), help="(default: %(default)s)")
-    run.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one a processor)")
+    run.add_argument(
+        "--jobs", type=count, default=os.cpu_count() or 1, help="runs at a time (default: one a processor)"
+    )
     run.add_argument("--threads", type=int, default=1, help="threads of each run (default: %(default)s)")
     run.add_argument("--model", help="a preset of launch/models such as 350m, instead of the plan's sizes")
     run.add_argument("--sizes", type=lambda text: text.split(","), help="only these sizes of the plan, such as 64,96")
-    run.add_argument("--seeds", type=int, help="number of seeds, instead of the plan's")
+    run.add_argument("--seeds", type=count, help="number of seeds, instead of the plan's")
     run.add_argument("--data", help="builtin, large or a folder, instead of the plan's")
     run.add_argument("--quick", action="store_true", help="six steps of each arm, to see that the plan runs")
     run.add_argument("--dry-run", action="store_true", help="print the commands and stop")
@@ -164,6 +167,8 @@ def _keep(options: argparse.Namespace) -> int:
         settings = settings_of(table.plan, known)
         entries = {entry.run.digest[:16]: entry for entry in entries_of(table.plan, table.rows[0]["data"], settings)}
         results = []
+        if others := [row for row in table.rows if row["run"] not in entries]:
+            raise ResearchError(f"{name}.csv has {len(others)} runs of another plan or of --quick, which are not kept")
         for row in table.rows:
             curves = table.curves.get(row["run"], {})
             results.append((entries[row["run"]], row, {tag: curves[tag] for tag in _KEPT_CURVES if tag in curves}))

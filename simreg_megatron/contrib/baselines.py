@@ -154,6 +154,8 @@ def sce_terms(
     check_choice("target", target, ("label", "instance"))
     if not is_number(coupling) or not 0 <= coupling <= 1:
         raise ValueError(f"coupling must be from 0 to 1, got {coupling!r}.")
+    if not isinstance(exclude_self, bool):
+        raise ValueError(f"exclude_self must be True or False, got {exclude_self!r}.")
     if exclude_self and target == "instance":
         raise ValueError("exclude_self leaves target 'instance' without its only entry: use target 'label'.")
 

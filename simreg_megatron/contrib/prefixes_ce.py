@@ -54,15 +54,19 @@ def prefixes_ce_loss(
 
     Raises:
         ValueError: an argument is out of range, or shapes or types do not fit; torch's own error for a label
-            beyond the rows of the weight, or another bias.
+            beyond the rows of the weight.
 
     Source: Matryoshka representation learning, arXiv 2205.13147; one layer for all prefixes is its "efficient" form.
     """
     check_tokens(embeddings, labels, valid, None, 0)
     embeddings, labels, valid = as_batch(embeddings, labels, valid)
     width = embeddings.shape[-1]
-    if weight.shape[1:] != (width,):
-        raise ValueError(f"weight must be [v, {width}], like the embeddings, got {list(weight.shape)}.")
+    if weight.shape[1:] != (width,) or not weight.is_floating_point():
+        raise ValueError(f"weight must be floating point [v, {width}], got {weight.dtype} {list(weight.shape)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias must be {list(weight.shape[:1])}, one for each row of the weight, got {list(bias.shape)}."
+        )
     counts = (labels >= 0) if valid is None else valid & (labels >= 0)
     rows = embeddings.masked_fill(~counts.unsqueeze(-1), 0.0).flatten(0, 1).to(weight.dtype)
     targets = labels.long().masked_fill(~counts, -100).flatten()

@@ -26,6 +26,11 @@ Replicas = Callable[[], dist.ProcessGroup]
 """Returns the group of the ranks with other sequences; called only by objectives that compare these."""
 
 
+def check_one_number(name: str, scalar: object) -> None:
+    if isinstance(scalar, Tensor) and scalar.numel() != 1:
+        raise ValueError(f"{name} must be one number, got {list(scalar.shape)}: others would scale features or tokens.")
+
+
 class OwnTokens(NamedTuple):
     """This rank's anchors, in the order of its rows."""
 

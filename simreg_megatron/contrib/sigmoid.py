@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from simreg_megatron.contrib.shared import check_one_number
 from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced, unit_rows, with_rows
 from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, nonzero_rows, self_pairs, usable_tokens
@@ -97,6 +98,8 @@ def sigmoid_terms(
     check_choice("param", param, PARAMETRIZATIONS)
     check_choice("pair_reduction", pair_reduction, PAIR_REDUCTIONS)
     check_choice("self_positive", self_positive, _SELF_POSITIVES)
+    for name, scalar in (("log_t", log_t), ("bias", bias), ("adapter", adapter)):
+        check_one_number(name, scalar)
     if has_output_rows and self_positive == "always":
         raise ValueError("self_positive 'always' has no effect with output_rows: a token always meets its own.")
     if adapter is not None and not has_output_rows:

@@ -87,6 +87,7 @@ def sigreg_loss(
     return terms.sum() if reduction == "sum" else terms.sum() / usable.sum().clamp(min=1)
 
 
+@torch.inference_mode(False)  # the next to ask may train
 def random_directions(number: int, width: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
     """Draw `number` uniform directions [number, width], float32: the same for equal seeds on all devices of one kind.
 
@@ -96,11 +97,10 @@ def random_directions(number: int, width: int, *, seed: int, iteration: int, dev
     directions = _drawn(number, width, seed, iteration, device)
     if type(directions) is not Tensor:  # drawn in a mode without numbers: not for those who ask next
         _drawn.cache_clear()
-    return directions
+    return directions.clone()
 
 
 @lru_cache(maxsize=2)
-@torch.inference_mode(False)  # the next to ask may train
 def _drawn(number: int, width: int, seed: int, iteration: int, device: torch.device) -> Tensor:
     generator = seeded_generator(f"{seed} {iteration}", device)
     return unit_rows(torch.randn(number, width, generator=generator, device=device, dtype=torch.float32))

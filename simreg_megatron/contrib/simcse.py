@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.contrib.shared import Replicas, own_tokens, sum_over, sum_over_sequence
+from simreg_megatron.contrib.shared import Replicas, check_one_number, own_tokens, sum_over, sum_over_sequence
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice, check_temperature, unit_rows
 from simreg_megatron.losses._chunks import at_least_float32, checked
@@ -173,6 +173,7 @@ def _mixed(numbers: Tensor) -> Tensor:
 def scaled(temperature: float, log_scale: Tensor | None) -> float | Tensor:
     """tau, or exp(-min(theta, log 100)) of a trained theta, with derivative 1 inside, or it would stay beyond."""
     check_temperature("temperature", temperature)
+    check_one_number("log_scale", log_scale)
     if log_scale is None:
         return temperature
     return (-(log_scale - (log_scale.detach() - math.log(LARGEST_SCALE)).clamp(min=0))).exp()

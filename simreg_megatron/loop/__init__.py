@@ -36,9 +36,10 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
         micro_batch_size, seq_length: of the run; without them, `impl="auto"` is tiled on a GPU, too.
 
     Raises:
-        RuntimeError: SimReg is not installed.
-        ValueError, NotImplementedError: SimReg does not support these models, or not with its settings.
+        RuntimeError, ValueError, NotImplementedError: SimReg is not installed, or these models or settings do not fit.
     """
+    if installation.current().given_config is None and compat.arguments() is None:
+        raise ValueError("SimReg has no settings, as no flags are parsed here: pass install(config=SimRegConfig(...))")
     if settings().log_interval is not None:
         raise ValueError("SimReg log interval has no effect here, as end_step(reduces=...) says when to log: drop it")
     plugin_loop.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
@@ -70,8 +71,7 @@ def wrap_model(model_class: type) -> None:
             [b, s], and returns the loss per token, [b, s].
 
     Raises:
-        RuntimeError: SimReg is not installed.
-        ValueError: the class has no such function.
+        RuntimeError, ValueError: SimReg is not installed, or the class has no such function.
     """
     state, name = installation.current(), compat.MODEL_SEAM.name
     function = vars(model_class).get(name)

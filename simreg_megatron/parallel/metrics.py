@@ -187,7 +187,10 @@ class Metrics:
                     "warning: --simreg-document-mask has no effect so far: no chunk of this step reaches into a second "
                     "document; if yours are shorter, tokenize them with an end-of-document token after each"
                 )
-        named = named_losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
+        named = {
+            f"{'simreg' if name == 'none' else name} loss": (sums[slot] / sums[TOKENS].clamp(min=1)).float()
+            for name, slot in zip(self._objectives, self._term_slots, strict=True)
+        }
         has_measured, self._has_measured = self._has_measured, False
         if has_measured:
             named |= named_geometry(sums, moments) | self._learned
@@ -212,12 +215,6 @@ class Metrics:
             named |= dict(zip(wanted, quantiles.unbind(), strict=True))
         self._margins.clear()
         return named
-
-
-def named_losses(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
-    """Name each objective's mean term, found in the given slot."""
-    shown = {"simreg" if name == "none" else name: slot for name, slot in objectives.items()}
-    return {f"{name} loss": (sums[slot] / sums[TOKENS].clamp(min=1)).float() for name, slot in shown.items()}
 
 
 def named_geometry(sums: Tensor, moments: list[Tensor]) -> dict[str, Tensor]:

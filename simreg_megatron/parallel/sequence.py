@@ -25,7 +25,7 @@ from simreg_megatron.losses._anchored import anchored_terms, with_rows
 from simreg_megatron.losses._chunks import joined, nonzero_rows
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import FAST_IMPLS, chosen_impl, load_kernels, simreg_terms, with_roles
-from simreg_megatron.notices import log_once
+from simreg_megatron.notices import log_once, refuse
 from simreg_megatron.objectives.record import Kind
 from simreg_megatron.parallel.layout import ChunkRules, RowPlan, Run, Window, row_plan
 from simreg_megatron.parallel.pairs import KernelSetup, View, terms_over_ranks
@@ -125,6 +125,8 @@ def objective_terms(
     terms: Any = record.terms  # SimReg alone has none
     if kind is not Kind.PAIRS:
         result: Tensor = terms(config, views, shard, iteration if kind is Kind.SUMS else learned, replicas)
+        shape, by = (len(views[0].labels), sum(view.roles.anchor.shape[1] for view in views)), config.objective
+        refuse((result.shape != shape, f"the terms of objective {by} must be {list(shape)}, not {list(result.shape)}"))
         return result
     keywords: dict[str, Any] = {name: value for name, value in options.items() if name not in record.other_options}
     switches = ("yes", "no"), ("no", "yes")

@@ -187,8 +187,8 @@ class Regularizer:
             if loss_BT.requires_grad:  # a teacher's loss trains nothing
                 if not term.requires_grad:
                     raise NotImplementedError(
-                        "SimReg cannot train here: the hidden states were computed without a graph (all parameters "
-                        "before the output layer are frozen). Train some of those, or set --simreg-lambda 0"
+                        "SimReg cannot train here: all parameters before the output layer are frozen, or an objective "
+                        "of your own detaches its terms. Change that, or set --simreg-lambda 0"
                     )
                 self._has_sent_term = True
                 if not self.has_gradient_arrived:

@@ -227,6 +227,8 @@ BAD_OPTIONS = [
         "reduction 'none' is not available; choose one of mean",
     ),
     (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
+    (lambda rows, labels: sce_loss(rows, labels, exclude_self="no"), "exclude_self must be True or False, got 'no'"),
+    (lambda rows, labels: cpretrain_loss(rows, labels, log_scale=torch.ones(2)), "log_scale must be one number"),
     (
         lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
         "chunks of at most 256 tokens, got 280",

@@ -163,6 +163,13 @@ def test_what_the_models_configuration_excludes_is_refused(settings, of_model, s
         loop.begin_run(Model(**of_model))
 
 
+def test_without_flags_and_without_settings_nothing_trains_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "arguments", lambda: None)
+    installation.set_current(installation.Installation(None, lambda config: ()))
+    with pytest.raises(ValueError, match=r"no flags are parsed here: pass install\(config="):
+        loop.begin_run(Model())
+
+
 class FullyShardedDataParallel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -136,8 +136,10 @@ def test_it_equals_the_plain_form() -> None:
     torch.testing.assert_close(found, per_token[counts].mean(), **TIGHT)
     with pytest.raises(ValueError, match="from 1 to 8 features of 8, got 9"):
         prefixes_ce_loss(made["rows"], labels, made["weight"], prefixes=(9,))
-    with pytest.raises(ValueError, match=r"weight must be \[v, 8\], like the embeddings, got \[.*, 3\]"):
+    with pytest.raises(ValueError, match=r"weight must be floating point \[v, 8\], got torch.float64 \[.*, 3\]"):
         prefixes_ce_loss(made["rows"], labels, made["weight"][:, :3])
+    with pytest.raises(ValueError, match="one for each row of the weight"):
+        prefixes_ce_loss(made["rows"], labels, made["weight"], bias=made["bias"][:1])
     assert default_prefixes(192) == (16, 32, 64) and default_prefixes(WIDTH) == (4,) and default_prefixes(1) == (1,)
 
 

@@ -10,9 +10,11 @@ import torch
 from simreg_megatron import SimRegConfig, notices
 from simreg_megatron.losses import geometry, simreg_loss
 from simreg_megatron.losses.geometry import pair_cosines
+from simreg_megatron.objectives import Kind
 from simreg_megatron.parallel import learnable, metrics, output_layer
 from simreg_megatron.parallel.collectives import add_gradient
 from simreg_megatron.parallel.learnable import Scalars
+from simreg_megatron.parallel.sequence import objective_terms
 from simreg_megatron.plugin import term
 from simreg_megatron.plugin.term import Regularizer
 from tests.helpers.fixtures import One
@@ -451,3 +453,12 @@ def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         loss[0, 0] = float("nan")  # Megatron's own checks see this one
     add(regularizer, hidden, labels, mask, loss)
+
+
+def test_terms_of_another_shape_are_refused() -> None:
+    """Their gradient would be added to some tokens' loss only."""
+    record = SimpleNamespace(kind_with=lambda _: Kind.SUMS, terms=lambda *_: torch.ones(2, 1))
+    config = SimpleNamespace(record=record, options={}, objective="mine")
+    view = SimpleNamespace(labels=torch.zeros(2, 4), roles=SimpleNamespace(anchor=torch.ones(2, 4)))
+    with pytest.raises(ValueError, match=r"terms of objective mine must be \[2, 8\], not \[2, 1\]"):
+        objective_terms(config, [view, view], None, {}, 0, lambda: None)

@@ -200,6 +200,8 @@ def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
     assert abs(plain - found) > 1e-2
     with pytest.raises(ValueError, match="give output_rows, or drop it"):
         sigmoid_loss(rows, labels, adapter=ours[1])
+    with pytest.raises(ValueError, match=r"log_t must be one number, got \[2\]"):
+        sigmoid_loss(rows, labels, log_t=torch.ones(2))
 
 
 @pytest.mark.parametrize("which", ["state", "head", "cast head"])

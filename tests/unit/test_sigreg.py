@@ -124,6 +124,13 @@ def test_members_are_kept_as_bits_not_as_numbers() -> None:
     assert {tensor.dtype for tensor in kept if tensor.shape == (1, 32, 64)} == {torch.bool}
 
 
+def test_a_changed_draw_is_not_the_next_ones() -> None:
+    drawn = random_directions(3, 5, seed=1, iteration=2, device=CPU)
+    kept = drawn.clone()
+    drawn.zero_()
+    assert torch.equal(random_directions(3, 5, seed=1, iteration=2, device=CPU), kept)
+
+
 def test_what_cannot_be_is_refused() -> None:
     rows, _ = fixture_f1()
     with pytest.raises(ValueError, match=r"directions must be \[K > 0, 6\], got \[4, 5\]"):
