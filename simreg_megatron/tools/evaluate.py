@@ -107,7 +107,7 @@ def chosen_tasks(text: str) -> dict[str, str]:
 def score_of(results: Mapping[str, Any], task: str, metric: str) -> Score:
     """Read a task's (or group's) score; per cent if every question counts from 0 to 1."""
     values = results["results"].get(task, {})
-    keys = [key.split(",") for key in values if "," in key and "_stderr," not in key]  # metric,filter
+    keys = [key.split(",", 1) for key in values if "," in key and "_stderr," not in key]  # metric,filter
     if (found := next((key for key in keys if metric in ("", key[0])), None)) is None:
         known = " ".join(name for name, _ in keys)
         raise SentenceError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {known}")
