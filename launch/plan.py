@@ -74,7 +74,7 @@ def build_plan(
 
 
 def _refuse_contradictions(options: argparse.Namespace, asked: Sequence[Flag]) -> None:
-    """Refuse flags that make another recipe; all others win over the recipe's."""
+    """Refuse flags that contradict each other, or that make another recipe; all others win over the recipe's."""
     recipe, objective = options.recipe, flag_value(asked, "--simreg-objective")
     weight, chunk_size = flag_value(asked, "--simreg-lambda"), flag_value(asked, "--simreg-chunk-size")
     trains = recipe != "baseline"
@@ -90,6 +90,8 @@ def _refuse_contradictions(options: argparse.Namespace, asked: Sequence[Flag]) -
     plugin += ["--recipe"] if recipe else []
     if options.plain and plugin:
         raise LaunchError(f"--plain leaves the plugin out, and {min(plugin)} is the plugin's: leave one of them out")
+    if "--no-load-optim" in flag_names(asked) and not flag_names(asked) & {"--load", "--pretrained-checkpoint"}:
+        raise LaunchError("--no-load-optim needs --load FOLDER and a new --output: a resume loads its own state")
 
 
 def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Flag], model: str) -> bool:
@@ -97,7 +99,7 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
     interval, names = "--save-interval", flag_names(flags)
     asked, resumes = interval in flag_names(user), options.auto_resume
     if model == TINY and not options.output and "--save" not in names and (resumes or asked):
-        raise LaunchError(f"{_RESUMABLE if resumes else interval} needs --output DIR: by default each run has its own")
+        raise LaunchError(f"{_RESUMABLE if resumes else interval} needs --output DIR: each tiny run has one of its own")
     if resumes and "--non-persistent-save-interval" in names:
         raise LaunchError(f"{_RESUMABLE} does so from --save: leave --non-persistent-save-interval out")
     if interval not in names and (resumes or flag_value(flags, "--save")):
@@ -129,8 +131,6 @@ def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence
     has_tokenizer = options.tokenizer or "--tokenizer-type" in flag_names(user)
     if options.data and own:
         raise LaunchError(f"{' and '.join(texts[:2])} both name the training text: give one")
-    if "--no-load-optim" in flag_names(user) and not flag_names(user) & {"--load", "--pretrained-checkpoint"}:
-        raise LaunchError("--no-load-optim needs --load FOLDER and a new --output: a resume loads its own state")
     if options.valid_data and not options.data:
         raise LaunchError("--valid-data goes with --data PREFIX, the training text")
     if texts and not has_tokenizer:

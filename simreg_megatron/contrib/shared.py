@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several objectives share: sums to which every rank adds its own tokens, and random numbers.
+"""What several objectives share: sums to which every rank adds its own tokens, random numbers, and a check.
 
 Only these sums and their gradients are sent between ranks. Random numbers follow from a seed and the iteration: all
 ranks draw the same, and a resumed run goes on.

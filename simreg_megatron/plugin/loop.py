@@ -140,7 +140,7 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
         num_iterations: length of the whole training; required by a lambda schedule that depends on it.
 
     Raises:
-        RuntimeError, ValueError: the lambda schedule needs `num_iterations`; or has no step with SimReg in that many.
+        RuntimeError, ValueError: the lambda schedule needs `num_iterations`; or these leave no step with SimReg.
     """
     regularizer = installation.regularizer()
     regularizer.strength.set_iteration(iteration, num_iterations)
