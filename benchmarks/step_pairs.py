@@ -12,7 +12,6 @@ import argparse
 import csv
 import math
 import os
-import random
 import shlex
 import sys
 import tempfile
@@ -36,7 +35,6 @@ KINDS = {
     "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
 }
 WINDOW = 2 * LOG_INTERVAL
-_RESAMPLES = 2000
 Counts = Callable[[int], Any]  # whether a step counts
 
 
@@ -171,47 +169,37 @@ def table(lines: list[Record]) -> Iterator[str]:
             )
 
 
-def windows_of(lines: list[Record], column: str, counts: Counts) -> tuple[list[list[float]], list[list[float]]]:
+def windows_of(lines: list[Record], column: str, counts: Counts) -> tuple[list[float], list[float]]:
     """For each whole window the mean in ms of the steps that count, by kind: of plain Megatron, and with SimReg."""
-    kinds: tuple[list[list[float]], list[list[float]]] = ([], [])
+    kinds: tuple[list[float], list[float]] = ([], [])
     for first in range(0, len(lines) - WINDOW + 1, WINDOW):
         window = lines[first : first + WINDOW]
         for kind, means in ((1, kinds[0]), (0, kinds[1])):
             counted = [line for line in window if int(line["plain"]) == kind and counts(int(line["step"]))]
-            means.append([sum(1000 * float(line[column]) for line in counted) / len(counted)])
+            means.append(sum(1000 * float(line[column]) for line in counted) / len(counted))
     return kinds
 
 
-Turns = Sequence[Sequence[float]]  # for each turn the times per step of its logged intervals
-
-
 class Overhead(NamedTuple):
-    """base: time per step, median over all intervals; the rest in percent of it."""
+    """base: time per step in the median window; the rest in percent of it."""
 
     base: float
     percent: float
-    low: float  # 95 % interval, by bootstrap over turns and over the intervals in each
+    low: float  # 95 % interval of the median by order statistics, which holds for few windows, too
     high: float
 
 
-def overhead(base: Turns, other: Turns) -> Overhead:
-    """Compare two kinds of step that took turns, by the median over turns of the ratio of their medians.
+def overhead(base: Sequence[float], other: Sequence[float]) -> Overhead:
+    """Compare two kinds of step by the median over windows of the ratio of their times.
 
-    A machine that slows down slows both of a turn alike.
+    A machine that slows down slows both kinds of a window alike.
     """
-
-    def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
-        return median(median(two) / median(one) for one, two in pairs)
-
-    draw = random.Random(0)
-    pairs = list(zip(base, other, strict=True))
-    ratios = sorted(
-        ratio([(draw.choices(one, k=len(one)), draw.choices(two, k=len(two))) for one, two in chosen])
-        for chosen in (draw.choices(pairs, k=len(pairs)) for _ in range(_RESAMPLES))
-    )
-    low, high = ratios[round(0.025 * _RESAMPLES)], ratios[round(0.975 * _RESAMPLES) - 1]
-    whole = median(time for turn in base for time in turn)
-    return Overhead(whole, *(100 * (each - 1) for each in (ratio(pairs), low, high)))
+    ratios = sorted(two / one for one, two in zip(base, other, strict=True))
+    count, below = len(ratios), 0  # windows that may lie on the wrong side of the median, at odds of 2.5 % or less
+    while sum(math.comb(count, wrong) for wrong in range(below + 1)) <= 0.025 * 2**count:
+        below += 1
+    low, high = (ratios[below - 1], ratios[-below]) if below else (-math.inf, math.inf)
+    return Overhead(median(base), *(100 * (each - 1) for each in (median(ratios), low, high)))
 
 
 if __name__ == "__main__":
