@@ -36,11 +36,10 @@ _UNITS = {
     "validation_loss": "nats per token", "train_loss": "nats per token", "bits_per_byte": "bits per byte",
     "simreg_loss": "nats per token", "seconds_per_step": "seconds",
 }  # fmt: skip
-_SIDES = {"lower": "less", "higher": "greater", "differs": "two-sided"}
 
 
 class Welch(NamedTuple):
-    """mean(arm) - mean(than), or a weighted sum of means; its 95 % interval, the p-value of the side that was asked."""
+    """mean(arm) - mean(than), or a weighted sum of means; its 95 % interval, and the p-value of either side."""
 
     difference: float
     low: float
@@ -49,12 +48,12 @@ class Welch(NamedTuple):
     detectable: float
 
 
-def welch(arm: Sequence[float], than: Sequence[float], side: str = "two-sided") -> Welch:
+def welch(arm: Sequence[float], than: Sequence[float]) -> Welch:
     """Compare two groups with unequal variances."""
-    return contrast((1.0, arm), (-1.0, than), side=side)
+    return contrast((1.0, arm), (-1.0, than))
 
 
-def contrast(*parts: tuple[float, Sequence[float]], side: str = "two-sided") -> Welch:
+def contrast(*parts: tuple[float, Sequence[float]]) -> Welch:
     """Sum weight * mean over groups, with Satterthwaite's degrees of freedom; undecided where a value is not finite."""
     from scipy import stats
 
@@ -68,8 +67,7 @@ def contrast(*parts: tuple[float, Sequence[float]], side: str = "two-sided") -> 
     error = math.sqrt(sum(variances))
     half = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * error
     detectable = half + float(stats.t.ppf(POWER, freedom)) * error
-    less, more = (float(tail(difference / error, freedom)) for tail in (stats.t.cdf, stats.t.sf))
-    p_value = {"less": less, "greater": more, "two-sided": 2 * min(less, more)}[side]
+    p_value = 2 * float(stats.t.sf(abs(difference) / error, freedom))
     return Welch(difference, difference - half, difference + half, p_value, detectable)
 
 
@@ -125,19 +123,13 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """Judge by the two-sided interval: a claim with a direction is judged at a level of 0.025 on its side."""
+        """Judge by the interval: a claim with a direction is judged at a level of 0.025 on its side."""
         if self.diverged:
             return DIVERGED
         if not (self.test.low > 0 or self.test.high < 0):
             return NOT_SHOWN
         seen = "lower" if self.test.high < 0 else "higher"
         return HELD if self.claim.sign in (seen, "differs") else OPPOSITE
-
-    @property
-    def two_sided(self) -> float:
-        """The p-value where the difference may go either way."""
-        p_value = self.test.p_value
-        return p_value if self.claim.sign == "differs" else 2 * min(p_value, 1 - p_value)
 
     @property
     def unit(self) -> str:
@@ -169,7 +161,7 @@ def judge(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
         arm, than = (_values(seeds_of(table.of(each, place), tables), claim.metric) for each in (claim.arm, claim.than))
         if min(len(arm), len(than)) > 1:
             than = [claim.times * value for value in than]
-            verdict = Verdict(claim, place, arm, than, welch(arm, than, _SIDES[claim.sign]))
+            verdict = Verdict(claim, place, arm, than, welch(arm, than))
             if verdict.word in (HELD, OPPOSITE) and (claim.metric, claim.sign) == ("validation_loss", "lower"):
                 verdict = replace(verdict, saved=_saved(name, tables, claim, place))
             verdicts.append(verdict)

@@ -70,7 +70,7 @@ def test_of(verdict: Verdict) -> tuple[object, ...]:
 
 def surest(verdicts: Sequence[Verdict]) -> set[tuple[object, ...]]:
     """Select the tests that are decided when the number of all tests counts (Holm)."""
-    tests = {test_of(verdict): verdict.two_sided for verdict in verdicts if not verdict.diverged}
+    tests = {test_of(verdict): verdict.test.p_value for verdict in verdicts if not verdict.diverged}
     in_order = sorted(tests, key=lambda test: tests[test])
     return set(in_order[: holm(list(tests.values()))])
 
@@ -94,6 +94,7 @@ def _seen(verdict: Verdict, is_sure: bool) -> str:
     saved = f"; saved: {verdict.saved}" if verdict.saved else ""
     unit = "" if "nats" in verdict.unit else f" {verdict.unit}".rstrip()
     multiple = "" if claim.times == 1 else f" against {claim.times:g} times the other's"
+    saved += f"; {test.detectable:.3f} would be found four times in five" if verdict.word == NOT_SHOWN else ""
     return (
         f"{claim.says}: {verdict.word.lower()}, {test.difference:+.3f}{unit} ({test.low:+.3f} to {test.high:+.3f})"
         f"{multiple}, p {test.p_value:.2g}{'†' if is_sure else ''}, {numbers}, {where}{saved}"
