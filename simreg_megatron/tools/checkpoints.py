@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the folder of a checkpoint, check its pickles, and make folders that appear only when they are complete.
+"""Find the folder of a checkpoint, read its pickles, and make folders that appear only when they are complete.
 
-A pickle names what it calls. Before torch or Megatron loads one, the names are read without executing anything and
-compared with a list of those that Megatron's checkpoints need. Tensors need no check: torch reads them with
-`weights_only=True`.
+A pickle names what it calls. Those of a checkpoint are read here, neither by torch nor by Megatron: a name of a class
+that is needed is looked up, one that Megatron's checkpoints have besides stands for an object that does nothing, and
+any other one is refused. Tensors are read by torch with `weights_only=True`.
 """
 
-import codecs
 import io
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,18 +19,21 @@ from typing import Any, NoReturn
 from simreg_megatron.notices import SentenceError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_ALLOWED = re.compile(
-    r"(builtins|__builtin__)\.(set|frozenset|complex|bytes)|_codecs\.encode|collections\.OrderedDict|_?io\.BytesIO"
-    r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.timedelta|signal\.(Signals|SIG[A-Z0-9]+)"
-    r"|pathlib\.(_local\.)?(Posix)?Path|numpy\.(ndarray|dtype|dtypes\.\w+DType)"
-    r"|numpy\._?core\.multiarray\.(_reconstruct|scalar)|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)"
-    r"|torch\.(Size|device|\w+Storage|storage\.(Untyped|Typed)Storage|serialization\._get_layout)"
-    r"|torch\.(bool|bfloat16|u?int(8|16|32|64)|complex(64|128)|float(16|32|64|8_\w+))"
-    r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|planner\.(SavePlan|\w*Write(Data|Item|ItemType)))"
+_NEEDED = re.compile(
+    r"(builtins|__builtin__)\.(set|frozenset|complex)|collections\.OrderedDict|argparse\.Namespace"
+    r"|torch\.(Size|serialization\._get_layout|bool|bfloat16|u?int(8|16|32|64)|complex(64|128)|float(16|32|64|8_\w+))"
+    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
     r"|torch\.distributed\.(checkpoint|_shard\.sharded_tensor)\.metadata\.(_?MEM_FORMAT_ENCODING|TensorProperties"
     r"|StorageMeta|Metadata(Index)?|(Bytes|Chunk|Tensor)StorageMetadata)"
+)
+_KNOWN = re.compile(
+    r"(builtins|__builtin__)\.bytes|_codecs\.encode|_?io\.BytesIO|types\.SimpleNamespace|datetime\.timedelta"
+    r"|signal\.(Signals|SIG[A-Z0-9]+)|pathlib\.(_local\.)?(Posix)?Path|numpy\.(ndarray|dtype|dtypes\.\w+DType)"
+    r"|numpy\._?core\.multiarray\.(_reconstruct|scalar)|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)"
+    r"|torch\.(device|\w+Storage|storage\.(Untyped|Typed)Storage)"
+    r"|torch\.distributed\.checkpoint\.planner\.(SavePlan|\w*Write(Data|Item|ItemType))"
     r"|megatron\.core\.((transformer\.)?enums\.[A-Z]\w+|rerun_state_machine\.Rerun(Diagnostic|Mode|State))"
-    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore(Metadata|SavePlan)"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCoreSavePlan"
     r"|megatron\.core\.optimizer(\.optimizer_config)?\.OptimizerConfig"
     r"|transformer_engine\.common\.recipe\.(_?Format\w*|\w+Scaling|(MM|Q)Params)"
 )
@@ -71,91 +74,79 @@ def new_folder(save: Path) -> Iterator[Path]:
         made.replace(save)
 
 
-def check_checkpoint(folder: Path) -> None:
-    """Check every pickle in the folder of one checkpoint; raise a CheckpointError if one is unsafe or unreadable."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+def read_metadata(folder: Path) -> Any:
+    """Read `.metadata`: which tensors the folder of one checkpoint holds, and where."""
+    from torch.distributed.checkpoint.metadata import Metadata
 
-    path = folder / ".metadata"
-    try:
-        content = path.read_bytes()
-        check_pickle(content, str(path))
-        metadata = pickle.loads(content)  # noqa: S301
-        for index, place in metadata.storage_data.items():
-            path = folder / place.relative_path
-            if path.parent != folder:
-                raise CheckpointError(f"{folder}/.metadata points outside its folder, to {place.relative_path}")
-            if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata:
-                with path.open("rb") as stream:
-                    stream.seek(place.offset)
-                    check_archive(stream.read(place.length), f"{path} ({index.fqn})")
-        if (path := folder / "common.pt").is_file():
-            check_archive(path.read_bytes(), str(path))
-    except (SentenceError, OSError):
-        raise
-    except Exception as error:  # damaged bytes make pickle and torch raise errors of any type
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): copy it again") from None
+    metadata = read_pickle((path := folder / ".metadata").read_bytes(), str(path))
+    tables = [getattr(metadata, name, None) for name in ("storage_data", "state_dict_metadata")]
+    if type(metadata) is not Metadata or [type(table) for table in tables] != [dict, dict]:
+        raise CheckpointError(f"{path} is no torch_dist checkpoint's")
+    for place in metadata.storage_data.values():
+        if not re.fullmatch(r"[\w.-]+\.distcp", place.relative_path):
+            raise CheckpointError(f"{path} points outside its folder, to {place.relative_path}")
+    return metadata
 
 
-def check_archive(data: bytes, where: str) -> None:
-    """Check the pickle in what `torch.save` wrote, read from the archive as `torch.load` does."""
-    import torch
-
-    reader = torch._C.PyTorchFileReader(io.BytesIO(data))
-    if "constants.pkl" in reader.get_all_records():
-        _refuse(where, "TorchScript code")
-    check_pickle(reader.get_record("data.pkl"), where)
-
-
-def check_pickle(data: bytes, where: str) -> None:
-    """Check the names in pickles that follow each other, and in those of their `io.BytesIO`; errors say `where`."""
-    stream = io.BytesIO(data)
-    in_streams: list[Any] = []
-    while stream.tell() < len(data):
-        reader = _Reader(stream)
-        reader.where, reader.in_streams = where, in_streams
-        reader.load()
-    for value in in_streams:
-        content = value[0] if isinstance(value, tuple) else value  # a BytesIO is made of bytes, or of a state with them
-        if not isinstance(content, bytes):
-            _refuse(where, f"a BytesIO of {type(content).__name__}")
-        if content:
-            (check_archive if content.startswith(b"PK") else check_pickle)(content, where)
+def read_common(folder: Path, metadata: Any) -> Any:
+    """Read what a checkpoint holds besides tensors, from common.pt or, since release 0.19, an entry of a data file."""
+    if (path := folder / "common.pt").is_file():
+        return _read_archive(path.read_bytes(), str(path))
+    (place,) = (place for index, place in metadata.storage_data.items() if index.fqn == "common_state/shard_0_1")
+    with (path := folder / place.relative_path).open("rb") as stream:
+        stream.seek(place.offset)
+        return _read_archive(stream.read(place.length), f"{path} (common_state)")[0]
 
 
-class _Reader(pickle.Unpickler):
-    """Read a pickle without its objects: each name, if it is allowed, stands for a class that does nothing."""
+def _read_archive(data: bytes, where: str) -> Any:
+    """Read the pickle in what `torch.save` wrote, without its tensors."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("data.pkl"))
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(f"{where} is compressed, which torch does not do")
+        return read_pickle(archive.read(entry), where)
 
+
+def read_pickle(data: bytes, where: str) -> Any:
+    """Read one pickle; raise a CheckpointError, which says `where`, for a name that is not listed."""
+    reader = _Reader(io.BytesIO(data))
+    reader.where = where
+    return reader.load()
+
+
+class _Reader(pickle._Unpickler):  # in Python: that in C reserves gigabytes for a few bytes
     where: str
-    in_streams: list[Any]
 
-    def persistent_load(self, pid: Any) -> Any:
-        return _Stub()
+    def persistent_load(self, pid: Any) -> Any:  # a tensor's numbers
+        return _Nothing()
 
     def find_class(self, module: str, name: str) -> Any:
-        if not _ALLOWED.fullmatch(f"{module}.{name}"):
-            _refuse(self.where, f"{module}.{name}")
-        if name == "BytesIO":
-            return type("BytesIO", (_Stub,), {"values": self.in_streams})
-        return {"bytes": bytes, "encode": codecs.encode}.get(name, _Stub)  # by which contents of a BytesIO are made
+        if (path := f"{module}.{name}") == "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata":
+            module, name = "torch.distributed.checkpoint.metadata", "Metadata"  # its base
+        elif _KNOWN.fullmatch(path):
+            return _Nothing
+        elif not _NEEDED.fullmatch(path):
+            _refuse(self.where, path)
+        return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
+            _refuse(self.where, f"attributes of {self.stack[-2].__name__}")  # type: ignore[attr-defined]
+        super().load_build()  # type: ignore[misc]
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[dict-item]  # noqa: RUF012
 
 
-class _Stub:
-    """Take every value that an object of a pickle is given, and keep it only in the place of a BytesIO."""
-
-    values: list[Any] | None = None
+class _Nothing:
+    """Take every value that an object of a pickle is given, and keep none."""
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
-        (stub := super().__new__(cls)).keep(*values, *named.values())
-        return stub
+        return super().__new__(cls)
 
-    def keep(self, *values: Any) -> None:
-        if self.values is not None:
-            self.values += values
+    def __setstate__(self, *values: Any) -> None:
+        pass
 
-    def __setstate__(self, state: Any) -> None:  # of an instance: for a class, pickle passes the state alone
-        self.keep(state)
-
-    __setitem__ = append = extend = add = keep
+    __init__ = __setitem__ = append = extend = add = __setstate__
 
 
 def _refuse(where: str, name: str) -> NoReturn:

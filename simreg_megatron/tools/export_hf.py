@@ -89,16 +89,18 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
     checkpoints.refuse_taken(save)
     loaded = load_tokenizer(str(tokenizer)) if tokenizer else None
     args, stored = read(folder)
-    refuse_others(args)
-    embedding = stored["embedding.word_embeddings.weight"]
-    if loaded:
-        check_size(args, len(embedding), loaded)
-    config = make_config(args, loaded.vocab_size if loaded else len(embedding), loaded)
-    weights: dict[str, Tensor] = {}
-    for key in list(stored):
-        for name, weight in convert(key, stored.pop(key), config):
-            weights[name] = weight.to(embedding.dtype).clone(memory_format=torch.contiguous_format)
-    check_weights(weights, config, folder)
+    embedding, weights = stored["embedding.word_embeddings.weight"], {}
+    try:
+        refuse_others(args)
+        if loaded:
+            check_size(args, len(embedding), loaded)
+        config = make_config(args, loaded.vocab_size if loaded else len(embedding), loaded)
+        for key in list(stored):
+            for name, weight in convert(key, stored.pop(key), config):
+                weights[name] = weight.to(embedding.dtype).clone(memory_format=torch.contiguous_format)
+        check_weights(weights, config, folder)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"the arguments in {folder} are damaged ({error}): copy it again") from None
     with checkpoints.new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
         write_config(config, str(embedding.dtype).removeprefix("torch."), made)
@@ -111,7 +113,6 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
 def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
     """Read Megatron's arguments and the model's tensors by key, without the scalars that SimReg trained."""
     import torch
-    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from torch.distributed import checkpoint as dcp
 
     if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
@@ -120,18 +121,31 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
             "and --ckpt-step. Megatron converts the older format torch: load it there with --ckpt-convert-format "
             "torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
         )
-    checkpoints.check_checkpoint(folder)
     tensors, left_out = {}, ("optimizer.", "chained_", "simreg_")
     try:
+        metadata = checkpoints.read_metadata(folder)
+        args = checkpoints.read_common(folder, metadata).get("args")
+        entries = metadata.state_dict_metadata.items()
+        wanted = {
+            key: entry for key, entry in entries
+            if type(entry) is dcp.TensorStorageMetadata and not key.startswith(left_out)
+        }  # fmt: skip
+        num_bytes = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in wanted.values())
+        if num_bytes > sum(path.stat().st_size for path in folder.glob("*.distcp")):
+            raise CheckpointError(f"{folder} cannot be read: its tensors are larger than its files. Copy it again")
+        for key, entry in wanted.items():
+            tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
+        reader = dcp.FileSystemReader(folder)
+        reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
-            args = load_common_state_dict(str(folder)).get("args")
-            reader = dcp.FileSystemReader(folder)
-            for key, entry in reader.read_metadata().state_dict_metadata.items():
-                if isinstance(entry, dcp.TensorStorageMetadata) and not key.startswith(left_out):
-                    tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
             dcp.load(tensors, storage_reader=reader)
-    except (Exception, dcp.CheckpointException) as error:  # torch raises errors of any type for damaged files
+    except CheckpointError:
+        raise
+    except (
+        Exception,
+        dcp.CheckpointException,
+    ) as error:  # damaged bytes make pickle and torch raise errors of any type
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
     if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:
@@ -229,6 +243,9 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
 
 def check_weights(weights: dict[str, Tensor], config: Any, folder: Path) -> None:
     """Refuse damaged weights, and others than the configuration asks for; drop a head that is the embedding."""
+    blocks = config.num_hidden_layers * getattr(config, "num_local_experts", 1)
+    if blocks > len(weights):
+        raise CheckpointError(f"{folder} has {len(weights)} weights, too few for {blocks} MLPs: it is not whole")
     head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     expected = shapes_of(config)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
