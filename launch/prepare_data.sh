@@ -15,5 +15,5 @@ root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/start.bash"
 find_python "$root" datasets sentencepiece
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$PYTHON" -m simreg_megatron.cli data prepare "$@"
+exec "$PYTHON" "$root/simreg_megatron/cli/__main__.py" data prepare "$@"
 # '''

@@ -22,16 +22,14 @@ from launch.flags import flag_names, flag_number, flag_value
 from launch.planned import OF_A_START, OR_NOT_AT_ALL, ROOT, Plan
 
 _SECRET = re.compile(
-    r"KEY|TOKEN|JWT|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|BEARER|WEBHOOK|PRIVATE|SIGNATURE|SESSION|(^|_)(PAT|DSN|PIN|OTP|SAS)(_|$)|_PWD$",
-    re.IGNORECASE,
+    r"(?i)KEY|TOKEN|JWT|SECRET|PASS|CRED|AUTH|COOKIE|BEARER|HOOK|PRIVATE|SIGNATURE|SESSION|PSWD|(^|_)(PAT|DSN|PIN|OTP|SAS|PW)(_|$)|_PWD$"
 )
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address
-_OF_FLAG = re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])(.+?)(?= '?--|$)", re.IGNORECASE | re.MULTILINE)
+_OF_FLAG = re.compile(r"(?im)(--[\w-]*(?:key|token|secret|passw(?:or)?d|pwd|auth)[= ])(.+?)(?= '?--|$)")
 _ASSIGNED = re.compile(r"""(')?\b([A-Z][A-Z0-9_]*)=(?(1)[^'\n]*|(?:"[^"\n]*"|'[^'\n]*'|[^\s;"']+)+)""")
 _GIT = ("git", "-C", str(ROOT))
 _GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
 ENDED = "ended.json"
-_LENGTHS = {"--train-samples": "sequences", "--train-iters": "iterations"}
 
 
 def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
@@ -89,7 +87,7 @@ def _run(command: list[str]) -> str:
 
 def length(plan: Plan) -> str:
     """Name the length that is asked for."""
-    for name, unit in _LENGTHS.items():
+    for name, unit in (("--train-samples", "sequences"), ("--train-iters", "iterations")):
         value = flag_value(plan.flags, name)
         if value is not None:
             return f"{value} {unit}"

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The bash half of launch/pretrain_*.sh: find a Python that can train, read torchrun's flags, start torchrun.
 unset CHECK # one from the environment would be taken for that of find_python
+ALONE='import sys; sys.path = [*filter(None, sys.path)]; ' # no modules of the working folder, as in a script
 
 # find_python ROOT MODULE...: the first Python that can import what the run needs, in PYTHON; it is run before it is
 # believed. CHECK, if set, are its words to check the flags first: to import torch takes seconds.
@@ -13,13 +14,13 @@ find_python() {
     candidates=("$VIRTUAL_ENV/bin/python" "${candidates[@]}")
   fi
   # find_spec looks without importing: torch alone takes seconds, and torchrun imports it anyway.
-  local probe='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))'
+  local probe=$ALONE'import importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))'
   for candidate in "${candidates[@]}"; do
     "$candidate" -c "$probe" "$@" >/dev/null 2>&1 || continue
     if [[ -v CHECK ]]; then
       PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$candidate" "${CHECK[@]}" || exit 2
     fi
-    if "$candidate" -c "import $1" >/dev/null 2>&1; then
+    if "$candidate" -c "${ALONE}import $1" >/dev/null 2>&1; then
       PYTHON=$candidate
       return
     fi
@@ -116,7 +117,7 @@ demand_address() {
 }
 
 count_gpus() {
-  "$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))'
+  "$PYTHON" -c "$ALONE"'import torch; print(max(1, torch.cuda.device_count()))'
 }
 
 # A dry run needs no ranks, only their number: one process, and errors without torchrun's report under them. What
@@ -149,7 +150,7 @@ start() {
   shift
   root=$(CDPATH="" cd -- "$(dirname -- "$script")/.." && pwd) || exit 2
   split_words "$@"
-  CHECK=(-m launch.preflight "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}")
+  CHECK=("$root/launch/preflight.py" "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}")
   find_python "$root" torch megatron sentencepiece
   for word in "$@"; do
     if [[ $word == -h || $word == --help ]]; then

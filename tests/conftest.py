@@ -19,23 +19,12 @@ from tests.helpers.old_torch import OLD_TORCH
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")  # before their imports
 HERE = Path(__file__).parent
 LONG = (
-    "megatron/test_parity.py",
-    "unit/test_evaluate.py",
-    "distributed/test_shard.py",
-    "megatron/test_adagc.py",
-    "megatron/test_launch.py",
-    "unit/test_triton_forms.py",
-    "megatron/test_export.py",
-    "megatron/test_drift.py",
-    "megatron/test_start.py",
-    "unit/test_simreg_loss.py",
-    "unit/test_fake_devices.py",
-    "objectives/test_every_objective.py",
-    "unit/test_launcher.py",
-    "megatron/test_planted.py",
-    "objectives/test_brought.py",
-    "unit/test_wrong_inputs.py",
-)
+    "megatron/test_parity.py", "unit/test_evaluate.py", "distributed/test_shard.py", "megatron/test_adagc.py",
+    "megatron/test_launch.py", "unit/test_triton_forms.py", "megatron/test_export.py", "megatron/test_drift.py",
+    "megatron/test_start.py", "unit/test_simreg_loss.py", "unit/test_fake_devices.py",
+    "objectives/test_every_objective.py", "unit/test_launcher.py", "megatron/test_planted.py",
+    "objectives/test_brought.py", "unit/test_wrong_inputs.py",
+)  # fmt: skip
 """Files that take long; whichever worker got one of them last would end long after the other."""
 
 

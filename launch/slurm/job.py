@@ -148,6 +148,8 @@ def _head(job: Job) -> Iterator[str]:
 
 def _directive(word: str) -> str:
     """Write a line of the head, which sbatch cuts at blanks that are not quoted."""
+    if '"' in word or not word.isprintable():
+        raise LaunchError(f"{word!r} cannot stand in the head of a job: leave out quotes and line breaks")
     return f'#SBATCH "{word}"' if set(" '") & set(word) else f"#SBATCH {word}"
 
 

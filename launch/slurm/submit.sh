@@ -13,7 +13,7 @@ set -euo pipefail
 root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 for python in "${VIRTUAL_ENV:-$root/.venv}/bin/python" "$root/.venv/bin/python" python3; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
-    PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m launch.slurm.submit "$@"
+    PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" "$root/launch/slurm/submit.py" "$@"
   fi
 done
 echo "error: no Python 3.10 or newer was found: activate an environment that has one" >&2

@@ -76,9 +76,15 @@ def run(options: argparse.Namespace) -> None:
         elif not {*path.glob("tokenizer*"), *path.glob("vocab*")}:
             raise SentenceError(f"--model {name} has no tokenizer in {path}: export it again with --tokenizer")
         if adds_bos:  # release 4 of transformers adds none, silently
-            tokenizer = AutoTokenizer.from_pretrained(folders[name], add_bos_token=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folders[name], local_files_only=True, trust_remote_code=False, add_bos_token=True
+            )
             if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
                 raise SentenceError(f"--bos document: the tokenizer of {path} puts no BOS before a text: --bos none")
+        if (index := folders[name] / "model.safetensors.index.json").is_file():
+            weights = {Path(file) for file in json.loads(index.read_text())["weight_map"].values()}
+            if any(file.suffix != ".safetensors" or len(file.parts) > 1 for file in weights):
+                raise SentenceError(f"--model {name}: {index} names other files than .safetensors in its folder")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     scores: dict[str, dict[str, Score]] = {}
     for name, folder in folders.items():

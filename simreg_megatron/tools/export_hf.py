@@ -132,7 +132,7 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
         }  # fmt: skip
         num_bytes = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in wanted.values())
         if num_bytes > sum(path.stat().st_size for path in folder.glob("*.distcp")):
-            raise CheckpointError(f"{folder} cannot be read: its tensors are larger than its files. Copy it again")
+            raise CheckpointError(f"{folder} cannot be read: its tensors are larger than its .distcp files. Copy it again")
         for key, entry in wanted.items():
             tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
         reader = dcp.FileSystemReader(folder)

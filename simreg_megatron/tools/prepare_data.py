@@ -6,6 +6,7 @@ the set get their names when all are whole. JSON is read as lines: `datasets` wo
 """
 
 import argparse
+import glob
 import hashlib
 import json
 import math
@@ -242,7 +243,8 @@ def load_group(group: Group, cache: Path) -> Any:
         features = datasets.Features({"text": datasets.Value("large_string")})
         options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig", "features": features}
     try:
-        return datasets.load_dataset(**options, data_files=list(group.files), split="train", cache_dir=str(cache))
+        files = [name if "://" in name else glob.escape(name) for name in group.files]
+        return datasets.load_dataset(**options, data_files=files, split="train", cache_dir=str(cache))
     except Exception as error:  # of many types; the cause of a DatasetGenerationError says what is wrong
         raise DataError(f"{group.name} cannot be read: {error.__cause__ or error!r}") from None
 
@@ -253,7 +255,7 @@ def _refuse_cut(name: str) -> None:
 
     frame = zstandard.ZstdDecompressor().decompressobj()
     with open(name, "rb") as file:
-        while block := frame.unused_data or file.read(1 << 17):
+        while block := frame.unused_data or file.read(1 << 12):  # which may hold some 100 MB of text
             frame = zstandard.ZstdDecompressor().decompressobj() if frame.eof else frame
             frame.decompress(block)
     if not frame.eof:
@@ -269,7 +271,7 @@ def texts_of(group: Group, rows: dict[str, list[Any]]) -> list[str]:
         try:
             text = json.loads(row)[group.key] if group.kind == "line" else row
             text.encode()  # half of a surrogate pair is no text
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             expected = f"expected a text under the key {group.key!r} (--key)"
             raise DataError(f"{group.name}: {expected}, got {str(row)[:80]!r} ({error!r})") from None
         texts.append(text)

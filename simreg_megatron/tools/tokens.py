@@ -252,13 +252,15 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     if source.is_file():
         _convert(tokenizer, folder)
         return
+    folders = (source.resolve(), source.resolve().parent.parent / "blobs")  # where the Hub's cache has the files
     for path in (path for pattern in _FILES for path in source.glob(pattern)):
-        shutil.copyfile(path, folder / path.name)
+        if path.resolve().parent in folders:  # a link in a folder from elsewhere may lead to a private file
+            shutil.copyfile(path, folder / path.name)
     with contextlib.suppress(DataError):
         if load_tokenizer(str(folder)).sha256 == tokenizer.sha256:
             return
     # Its class stands in a config.json, as GPT-2's does, or its vocabulary in another file.
-    AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False).save_pretrained(folder)
 
 
 def _convert(tokenizer: Tokenizer, folder: Path) -> None:

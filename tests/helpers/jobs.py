@@ -30,15 +30,9 @@ class HungError(AssertionError):
 
 
 def run(
-    command: Sequence[str | Path],
-    *,
-    cwd: str | Path | None = None,
-    env: Mapping[str, str] | None = None,
-    input: str = "",
-    timeout: float = TIMEOUT,
-    merged: bool = False,
-    check: bool = False,
-) -> subprocess.CompletedProcess[str]:
+    command: Sequence[str | Path], *, cwd: str | Path | None = None, env: Mapping[str, str] | None = None,
+    input: str = "", timeout: float = TIMEOUT, merged: bool = False, check: bool = False,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """The command's status and what it printed; HungError if it took longer than `timeout` seconds.
 
     `env` replaces this process's environment, `merged` prints errors where output is, and with `check` a status that is

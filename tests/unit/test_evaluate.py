@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 from statistics import stdev
@@ -124,6 +125,7 @@ def test_a_megatron_checkpoint_is_exported_first(
         ),
         (["--model", "a=MODEL", "--output", "FULL"], "already exists: name a new folder"),
         (["--model", "b=BARE"], "--model b has no tokenizer in"),
+        (["--model", "p=PICKLED"], "names other files than .safetensors"),
     ],
 )
 def test_refusals(
@@ -133,8 +135,10 @@ def test_refusals(
     (tmp_path / "full" / "results.md").touch()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").touch()
-    given = words
-    for name, place in {"MODEL": models["baseline"], "FULL": tmp_path / "full", "BARE": tmp_path / "bare"}.items():
+    shutil.copytree(models["baseline"], pickled := tmp_path / "pickled")
+    (pickled / "model.safetensors.index.json").write_text('{"weight_map": {"a": "weights.bin"}}')
+    given, places = words, {"MODEL": models["baseline"], "FULL": tmp_path / "full", "BARE": tmp_path / "bare"}
+    for name, place in {**places, "PICKLED": pickled}.items():
         given = [word.replace(name, str(place)) for word in given]
     output = [] if "--output" in words else ["--output", str(tmp_path / "out")]
     more = ["--include", str(task[0]), "--limit", "1", "--dtype", "float32"]

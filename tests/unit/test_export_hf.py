@@ -200,8 +200,10 @@ def test_a_tokenizer_whose_class_stands_in_a_config_keeps_it(tmp_path: Path) -> 
     (own / "config.json").write_text('{"model_type": "gpt2"}')
     (own / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(pieces)}))
     (own / "merges.txt").write_text("#version: 0.2\n")
+    (own / "tokenizer_notes").symlink_to(__file__)  # in a folder from elsewhere: a file that is not to be published
     export(dist_checkpoint(tmp_path / "c", tiny_config(vocab_size=512)), tmp_path / "model", own)
     assert load_tokenizer(str(tmp_path / "model")).sha256 == load_tokenizer(str(own)).sha256
+    assert not (tmp_path / "model" / "tokenizer_notes").exists()
 
 
 def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

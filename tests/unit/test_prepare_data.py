@@ -176,16 +176,16 @@ def test_one_process_prepares_a_set(tmp_path: Path) -> None:
 
 def test_the_files_of_a_folder(tmp_path: Path) -> None:
     """Sorted; links to folders, hidden files, plain .json and what --valid has are passed over."""
-    for name in ("b/x.txt", "a.txt", ".hidden.txt", "facts.json", "b/.git/y.txt", "c.png"):
+    for name in ("b/x.txt", "a.txt", "*.txt", ".hidden.txt", "facts.json", "b/.git/y.txt", "c.png"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
     (tmp_path / "in" / "again").symlink_to(tmp_path / "in")
     found = prepare_data.find_groups([str(tmp_path / "in")], "text", "train")
     names = [Path(name).name for group in found for name in group.files]
-    assert names == ["a.txt", "x.txt"]
+    assert names == ["*.txt", "a.txt", "x.txt"]
     first = str(tmp_path / "in" / "a.txt")
     made = prepare([str(tmp_path / "in"), first], tmp_path / "out", tokenizer=MODEL, valid=[first])
-    assert made["documents"] == {"train": 1, "valid": 1}
+    assert made["documents"] == {"train": 2, "valid": 1}
     with pytest.raises(DataError, match="there is no text for training"):
         prepare([first], tmp_path / "o", tokenizer=MODEL, valid=[first])
 

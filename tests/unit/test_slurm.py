@@ -184,6 +184,8 @@ def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
     assert '#SBATCH "--qos=it\'s"' in lines
     assert "#SBATCH --exclusive" in lines and '#SBATCH "--comment=two words"' in lines
     assert "#SBATCH --constraint=[a|b]" in lines
+    with pytest.raises(LaunchError, match="cannot stand in the head of a job"):
+        _rendered(Site(qos="high\nrm x"))
 
 
 @pytest.mark.parametrize(
@@ -429,7 +431,7 @@ def test_a_job_fails_where_its_chain_does(
     """An operator sees COMPLETED where a job ends with 0: that is for chains that ended as they should."""
     site = site_file(tmp_path, f"{CPU_SITE}HOST_PYTHON={tmp_path}/python\n")
     job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
-    books = f"case $3 in begin) exit {begins};; end) mkdir {tmp_path}/away && exit 1; exit {ends};; esac"
+    books = f"case $2 in begin) exit {begins};; end) mkdir {tmp_path}/away && exit 1; exit {ends};; esac"
     done = _run_job(job, tmp_path, {"python": books, "srun": f"exit {runs}", "sleep": "exit 0"})
     assert done.returncode == status, done.stdout
     assert (tmp_path / "scancelled").exists() == bool(begins or ends > 1), "no slice follows where the chain ends"

@@ -69,25 +69,12 @@ def model_config(layout: Layout, *, per_token: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        ffn_hidden_size=2 * WIDTH,
-        num_attention_heads=HEADS,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        tensor_model_parallel_size=layout.tensor,
-        sequence_parallel=layout.tensor > 1,
+        num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=2 * WIDTH, num_attention_heads=HEADS,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
+        bias_dropout_fusion=False, apply_rope_fusion=False, persist_layer_norm=False,
+        tensor_model_parallel_size=layout.tensor, sequence_parallel=layout.tensor > 1,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         pipeline_dtype=torch.float32,
@@ -96,7 +83,7 @@ def model_config(layout: Layout, *, per_token: bool) -> Any:
         batch_p2p_comm=layout.virtual == 1,
         calculate_per_token_loss=per_token,
         finalize_model_grads_func=finalize_model_grads,
-    )
+    )  # fmt: skip
 
 
 def build(layout: Layout, vocabulary: int, *, per_token: bool) -> list[Any]:
