@@ -33,7 +33,12 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     refuse_taken(options.save)  # before all weights are read
-    config, weights = open_model(options.model)
+    try:
+        config, weights = open_model(options.model)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged files make transformers and safetensors raise errors of any type
+        raise CheckpointError(f"{options.model} cannot be read ({type(error).__name__}: {error})") from None
     save(options.save, config, weights)
     flags = ["--load", shlex.quote(str(options.save)), "--finetune"]
     for name, value in megatron_settings(config).items():
