@@ -1,42 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the folder of a checkpoint, read its pickles, and make folders that appear only when they are complete.
 
-A pickle names what it calls. Those of a checkpoint are read here, neither by torch nor by Megatron: a name of a class
-that is needed is looked up, one that Megatron's checkpoints have besides stands for an object that does nothing, and
-any other one is refused. Tensors are read by torch with `weights_only=True`.
+A pickle names what it calls. Those of a checkpoint are read here, neither by torch nor by Megatron, and nothing that
+they name is looked up: each object is a record of what it was given, and a name that no Megatron checkpoint has is
+refused. Tensors are read by torch with `weights_only=True`.
 """
 
+import argparse
 import io
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from simreg_megatron.notices import SentenceError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_NEEDED = re.compile(
-    r"(builtins|__builtin__)\.(set|frozenset|complex)|collections\.OrderedDict|argparse\.Namespace"
-    r"|torch\.(Size|serialization\._get_layout|bool|bfloat16|u?int(8|16|32|64)|complex(64|128)|float(16|32|64|8_\w+))"
-    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
+_KNOWN = re.compile(
+    r"(builtins|__builtin__)\.(set|frozenset|complex|bytes)|_codecs\.encode|collections\.OrderedDict|_?io\.BytesIO"
+    r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.timedelta|signal\.(Signals|SIG[A-Z0-9]+)"
+    r"|pathlib\.(_local\.)?(Posix)?Path|numpy\.(ndarray|dtype|dtypes\.\w+DType)"
+    r"|numpy\._?core\.multiarray\.(_reconstruct|scalar)|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)"
+    r"|torch\.(Size|device|\w+Storage|storage\.(Untyped|Typed)Storage|serialization\._get_layout)"
+    r"|torch\.(bool|bfloat16|u?int(8|16|32|64)|complex(64|128)|float(16|32|64|8_\w+))"
+    r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|planner\.(SavePlan|\w*Write(Data|Item|ItemType)))"
     r"|torch\.distributed\.(checkpoint|_shard\.sharded_tensor)\.metadata\.(_?MEM_FORMAT_ENCODING|TensorProperties"
     r"|StorageMeta|Metadata(Index)?|(Bytes|Chunk|Tensor)StorageMetadata)"
-)
-_KNOWN = re.compile(
-    r"(builtins|__builtin__)\.bytes|_codecs\.encode|_?io\.BytesIO|types\.SimpleNamespace|datetime\.timedelta"
-    r"|signal\.(Signals|SIG[A-Z0-9]+)|pathlib\.(_local\.)?(Posix)?Path|numpy\.(ndarray|dtype|dtypes\.\w+DType)"
-    r"|numpy\._?core\.multiarray\.(_reconstruct|scalar)|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)"
-    r"|torch\.(device|\w+Storage|storage\.(Untyped|Typed)Storage)"
-    r"|torch\.distributed\.checkpoint\.planner\.(SavePlan|\w*Write(Data|Item|ItemType))"
     r"|megatron\.core\.((transformer\.)?enums\.[A-Z]\w+|rerun_state_machine\.Rerun(Diagnostic|Mode|State))"
-    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCoreSavePlan"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore(Metadata|SavePlan)"
     r"|megatron\.core\.optimizer(\.optimizer_config)?\.OptimizerConfig"
     r"|transformer_engine\.common\.recipe\.(_?Format\w*|\w+Scaling|(MM|Q)Params)"
 )
+_COMMON = "common_state/shard_0_1"  # since release 0.19, in the place of common.pt
 
 
 class CheckpointError(SentenceError):
@@ -74,37 +73,89 @@ def new_folder(save: Path) -> Iterator[Path]:
         made.replace(save)
 
 
-def read_metadata(folder: Path) -> Any:
-    """Read `.metadata`: which tensors the folder of one checkpoint holds, and where."""
-    from torch.distributed.checkpoint.metadata import Metadata
+class Stored(NamedTuple):
+    """An entry of a checkpoint: of a tensor type and shape, and its parts; of another object one part alone."""
 
-    metadata = read_pickle((path := folder / ".metadata").read_bytes(), str(path))
-    tables = [getattr(metadata, name, None) for name in ("storage_data", "state_dict_metadata")]
-    if type(metadata) is not Metadata or [type(table) for table in tables] != [dict, dict]:
-        raise CheckpointError(f"{path} is no torch_dist checkpoint's")
-    for place in metadata.storage_data.values():
-        if not re.fullmatch(r"[\w.-]+\.distcp", place.relative_path):
-            raise CheckpointError(f"{path} points outside its folder, to {place.relative_path}")
-    return metadata
+    dtype: Any
+    shape: list[int]
+    parts: list[tuple[list[int], str, int, int]]  # offset in the tensor; file, and place and length in it
 
 
-def read_common(folder: Path, metadata: Any) -> Any:
-    """Read what a checkpoint holds besides tensors, from common.pt or, since release 0.19, an entry of a data file."""
+def read_metadata(folder: Path) -> dict[str, Stored]:
+    """Read `.metadata`: what the folder of one checkpoint holds, by key."""
+    import torch
+
+    metadata = read_pickle((path := folder / ".metadata").read_bytes(), str(path)).state
+    stored: dict[str, Stored] = {}
+    for key, entry in metadata["state_dict_metadata"].items():
+        stored[key] = Stored(None, [], [])
+        if type(entry).__name__.endswith(".TensorStorageMetadata"):
+            dtype = getattr(torch, entry.state["properties"].state[0].__name__.removeprefix("torch."))
+            stored[key] = Stored(dtype, _numbers(entry.state["size"], 1), [])
+    for index, info in metadata["storage_data"].items():
+        key, offsets, place = index.state["fqn"], index.state.get("offset"), info.state
+        if not re.fullmatch(r"[\w.-]+\.distcp", place["relative_path"]):
+            raise CheckpointError(f"{path} points outside its folder, to {place['relative_path']}")
+        part = ([] if offsets is None else _numbers(offsets, 0), *map(place.get, ("relative_path", "offset", "length")))
+        if key in stored:
+            stored[key].parts.append(part)
+    return stored
+
+
+def _numbers(size: Any, least: int) -> list[int]:
+    """Return the numbers of a torch.Size; ValueError if one is less than `least`."""
+    (numbers,) = size.arguments
+    if not all(type(number) is int and number >= least for number in numbers):
+        raise ValueError("a tensor has a wrong size")
+    return list(numbers)
+
+
+def read_arguments(folder: Path, stored: Mapping[str, Stored]) -> argparse.Namespace:
+    """Read Megatron's arguments; those that are no plain values become a text that says so."""
     if (path := folder / "common.pt").is_file():
-        return _read_archive(path.read_bytes(), str(path))
-    (place,) = (place for index, place in metadata.storage_data.items() if index.fqn == "common_state/shard_0_1")
-    with (path := folder / place.relative_path).open("rb") as stream:
-        stream.seek(place.offset)
-        return _read_archive(stream.read(place.length), f"{path} (common_state)")[0]
+        common = read_pickle(_pickle_in(path.read_bytes()), str(path))
+    else:
+        (common,) = read_pickle(_pickle_in(_bytes_of(folder, stored[_COMMON].parts[0])), f"{folder} ({_COMMON})")
+    return argparse.Namespace(
+        **{name: value if _is_plain(value) else "an object" for name, value in common["args"].state.items()}
+    )
 
 
-def _read_archive(data: bytes, where: str) -> Any:
-    """Read the pickle in what `torch.save` wrote, without its tensors."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("data.pkl"))
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"{where} is compressed, which torch does not do")
-        return read_pickle(archive.read(entry), where)
+def _is_plain(value: Any) -> bool:
+    if type(value) is list:
+        return len(value) < 10_000 and all(type(each) is not list and _is_plain(each) for each in value)
+    is_short = len(value) < 10_000 if type(value) is str else type(value) is not int or abs(value) < 2**63
+    return value is None or (type(value) in (bool, int, float, str) and is_short)
+
+
+def read_tensor(folder: Path, stored: Stored) -> Any:
+    """Read all parts of a tensor; what no part holds is NaN."""
+    import torch
+
+    tensor = torch.full(stored.shape, torch.nan, dtype=stored.dtype)
+    for part in stored.parts:
+        _pickle_in(data := _bytes_of(folder, part))
+        rows = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        tensor[tuple(slice(at, at + size) for at, size in zip(part[0], rows.shape, strict=True))] = rows
+    return tensor
+
+
+def _bytes_of(folder: Path, part: tuple[list[int], str, int, int]) -> bytes:
+    _, file, place, length = part
+    if not (path := folder / file).is_file():  # but a pipe or a device
+        raise ValueError(f"there is no file {file}")
+    with path.open("rb") as stream:
+        stream.seek(place)
+        return stream.read(length)
+
+
+def _pickle_in(archive: bytes) -> bytes:
+    """Return the pickle in what `torch.save` wrote; ValueError if anything is compressed, as torch never does."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as entries:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.infolist()):
+            raise ValueError("its archive is compressed")
+        (name,) = (name for name in entries.namelist() if name.endswith("data.pkl"))
+        return entries.read(name)
 
 
 def read_pickle(data: bytes, where: str) -> Any:
@@ -116,37 +167,35 @@ def read_pickle(data: bytes, where: str) -> Any:
 
 class _Reader(pickle._Unpickler):  # in Python: that in C reserves gigabytes for a few bytes
     where: str
+    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}  # noqa: RUF012
 
     def persistent_load(self, pid: Any) -> Any:  # a tensor's numbers
-        return _Nothing()
+        return _Record()
 
     def find_class(self, module: str, name: str) -> Any:
-        if (path := f"{module}.{name}") == "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata":
-            module, name = "torch.distributed.checkpoint.metadata", "Metadata"  # its base
-        elif _KNOWN.fullmatch(path):
-            return _Nothing
-        elif not _NEEDED.fullmatch(path):
+        if not _KNOWN.fullmatch(path := f"{module}.{name}"):
             _refuse(self.where, path)
-        return super().find_class(module, name)
-
-    def load_build(self) -> None:
-        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
-            _refuse(self.where, f"attributes of {self.stack[-2].__name__}")  # type: ignore[attr-defined]
-        super().load_build()  # type: ignore[misc]
-
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[dict-item]  # noqa: RUF012
+        return type(path, (_Record,), {})
 
 
-class _Nothing:
-    """Take every value that an object of a pickle is given, and keep none."""
+class _Record:
+    """What stands for an object: the arguments it was called with, and its state."""
 
-    def __new__(cls, *values: Any, **named: Any) -> Any:
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __new__(cls, *arguments: Any) -> Any:
         return super().__new__(cls)
 
-    def __setstate__(self, *values: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, *item: Any) -> None:
         pass
 
-    __init__ = __setitem__ = append = extend = add = __setstate__
+    append = extend = add = __setitem__
 
 
 def _refuse(where: str, name: str) -> NoReturn:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,9 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
             for name, weight in convert(key, stored.pop(key), config):
                 weights[name] = weight.to(embedding.dtype).clone(memory_format=torch.contiguous_format)
         check_weights(weights, config, folder)
-    except (AttributeError, TypeError, RuntimeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # of transformers, too
         raise CheckpointError(f"the arguments in {folder} are damaged ({error}): copy it again") from None
     with checkpoints.new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
@@ -112,49 +114,36 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
 
 def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
     """Read Megatron's arguments and the model's tensors by key, without the scalars that SimReg trained."""
-    import torch
-    from torch.distributed import checkpoint as dcp
-
     if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
         raise CheckpointError(
             f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}. Give the folder that --save named "
             "and --ckpt-step. Megatron converts the older format torch: load it there with --ckpt-convert-format "
             "torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
         )
-    tensors, left_out = {}, ("optimizer.", "chained_", "simreg_")
+    left_out = ("optimizer.", "chained_", "simreg_")
     try:
-        metadata = checkpoints.read_metadata(folder)
-        args = checkpoints.read_common(folder, metadata).get("args")
-        entries = metadata.state_dict_metadata.items()
-        wanted = {
-            key: entry for key, entry in entries
-            if type(entry) is dcp.TensorStorageMetadata and not key.startswith(left_out)
-        }  # fmt: skip
-        num_bytes = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in wanted.values())
+        stored = checkpoints.read_metadata(folder)
+        args = checkpoints.read_arguments(folder, stored)
+        wanted = {key: entry for key, entry in stored.items() if entry.dtype and not key.startswith(left_out)}
+        num_bytes = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in wanted.values())
         if num_bytes > sum(path.stat().st_size for path in folder.glob("*.distcp")):
-            raise CheckpointError(f"{folder} cannot be read: its tensors are larger than its .distcp files. Copy it again")
-        for key, entry in wanted.items():
-            tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
-        reader = dcp.FileSystemReader(folder)
-        reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
-            dcp.load(tensors, storage_reader=reader)
+            raise ValueError("its tensors are larger than its .distcp files")
+        tensors = {key: checkpoints.read_tensor(folder, entry) for key, entry in wanted.items()}
     except CheckpointError:
         raise
-    except (
-        Exception,
-        dcp.CheckpointException,
-    ) as error:  # damaged bytes make pickle and torch raise errors of any type
+    except Exception as error:  # damaged bytes make pickle and torch raise errors of any type
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
-    if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:
-        raise CheckpointError(f"{folder} has no arguments or no embedding: Megatron's training loop did not save it")
+    if "embedding.word_embeddings.weight" not in tensors:
+        raise CheckpointError(f"{folder} has no embedding: Megatron's training loop did not save it")
     return args, tensors
 
 
 def refuse_others(args: argparse.Namespace) -> None:
     """Refuse a model that computes something else than transformers' LLaMA and Mixtral."""
+    for name in (*SIZES, *(["num_experts"] if args.num_experts else [])):
+        if type(value := getattr(args, name)) is not int or value < 1:
+            raise CheckpointError(f"{name} is {value!r} in the checkpoint's arguments: they are damaged")
     balanced = getattr(args, "moe_router_load_balancing_type", None) or "none"
     wrong = [name for name in _MUST_NOT_BE.split() if getattr(args, name, None) not in (None, False, 0, "")]
     wrong += [name for name, value in _MUST_BE.items() if getattr(args, name, value) not in (None, value)]
@@ -199,7 +188,10 @@ def convert(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     match = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", key)
     if match is None or match[2] not in LAYER:
         raise CheckpointError(f"{key} is no weight of a LLaMA or Mixtral: a model that has it cannot be exported")
-    names = LAYER[match[2]]
+    names, num_layers = LAYER[match[2]], config.num_hidden_layers
+    grid = [num_layers] * (match[1] is None) + [getattr(config, "num_local_experts", 0)] * (".experts." in key)
+    if list(tensor.shape[: len(grid)]) != grid:
+        raise CheckpointError(f"{key} has the shape {[*tensor.shape]}, but its configuration asks for {grid} first")
     for layer, weight in enumerate(tensor) if match[1] is None else [(int(match[1]), tensor)]:
         for expert, matrix in enumerate(weight) if ".experts." in key else [(0, weight)]:
             for name, part in zip(names, split(matrix, len(names), config), strict=True):

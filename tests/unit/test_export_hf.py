@@ -96,13 +96,17 @@ def test_trained_scalars_are_left_out_and_other_weights_refused(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
-    [("gap", "incomplete or holds NaN"), ("missing", r"model\.norm\.weight \(missing\)"), ("file", "cannot be read")],
-)
-def test_damaged_checkpoints_are_refused(damage: str, sentence: str, tmp_path: Path) -> None:
+    [("gap", "incomplete or holds NaN"), ("missing", r"model\.norm\.weight \(missing\)"), ("file", "cannot be read"),
+     *((size, "cannot be read") for size in ((10**9, 1), (-(10**12),), (10**6, 0)))],
+)  # fmt: skip
+def test_damaged_checkpoints_are_refused(damage: str | tuple[int, ...], sentence: str, tmp_path: Path) -> None:
     folder = dist_checkpoint(tmp_path / "checkpoint")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     if damage == "gap":
-        metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+        key = next(index for index in metadata.storage_data if index.fqn == "decoder.layers.mlp.linear_fc2.weight")
+        del metadata.storage_data[key]
+    elif isinstance(damage, tuple):
+        metadata.state_dict_metadata["output_layer.weight"].size = torch.Size(damage)
     elif damage == "missing":
         del metadata.state_dict_metadata["decoder.final_layernorm.weight"]
     else:

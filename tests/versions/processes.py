@@ -19,15 +19,9 @@ TIMED_OUT = 124  # the status that timeout(1) gives
 
 
 def run(
-    arguments: Sequence[str],
-    *,
-    processes: int,
-    log: Path,
-    path: Sequence[Path] = (),
-    env: Mapping[str, str] | None = None,
-    timeout: float = 300,
-    python: str = sys.executable,
-) -> int:
+    arguments: Sequence[str], *, processes: int, log: Path, path: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None, timeout: float = 300, python: str = sys.executable,
+) -> int:  # fmt: skip
     """`PYTHON ARGUMENTS` on every rank, with the folders of `path` before others; output goes to `log`.
 
     Returns 0, the status of the first rank that failed, or TIMED_OUT; the others are then ended.
