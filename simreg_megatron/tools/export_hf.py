@@ -188,8 +188,8 @@ def convert(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     match = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", key)
     if match is None or match[2] not in LAYER:
         raise CheckpointError(f"{key} is no weight of a LLaMA or Mixtral: a model that has it cannot be exported")
-    names, num_layers = LAYER[match[2]], config.num_hidden_layers
-    grid = [num_layers] * (match[1] is None) + [getattr(config, "num_local_experts", 0)] * (".experts." in key)
+    names, num_experts = LAYER[match[2]], getattr(config, "num_local_experts", 0)
+    grid = [config.num_hidden_layers] * (match[1] is None) + [num_experts] * (".experts." in key)
     if list(tensor.shape[: len(grid)]) != grid:
         raise CheckpointError(f"{key} has the shape {[*tensor.shape]}, but its configuration asks for {grid} first")
     for layer, weight in enumerate(tensor) if match[1] is None else [(int(match[1]), tensor)]:
