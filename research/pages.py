@@ -91,13 +91,13 @@ def _seen(verdict: Verdict, is_sure: bool) -> str:
     if verdict.diverged:
         return f"{claim.says}: {verdict.diverged} of {numbers} diverged, {where}"
     test = verdict.test
-    saved = f"; saved: {verdict.saved}" if verdict.saved else ""
+    more = f"; saved: {verdict.saved}" if verdict.saved else ""
     unit = "" if "nats" in verdict.unit else f" {verdict.unit}".rstrip()
     multiple = "" if claim.times == 1 else f" against {claim.times:g} times the other's"
-    saved += f"; {test.detectable:.3f} would be found four times in five" if verdict.word == NOT_SHOWN else ""
+    more += f"; {test.detectable:.3f} would be found four times in five" if verdict.word == NOT_SHOWN else ""
     return (
         f"{claim.says}: {verdict.word.lower()}, {test.difference:+.3f}{unit} ({test.low:+.3f} to {test.high:+.3f})"
-        f"{multiple}, p {test.p_value:.2g}{'†' if is_sure else ''}, {numbers}, {where}{saved}"
+        f"{multiple}, p {test.p_value:.2g}{'†' if is_sure else ''}, {numbers}, {where}{more}"
     )
 
 

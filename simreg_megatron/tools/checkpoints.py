@@ -73,12 +73,24 @@ def new_folder(save: Path) -> Iterator[Path]:
         made.replace(save)
 
 
+@contextmanager
+def one_sentence(folder: Path) -> Iterator[None]:
+    """Turn errors of any type, as damaged files raise in pickle, torch and transformers, into a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
+
+
 class Stored(NamedTuple):
-    """An entry of a checkpoint: of a tensor type and shape, and its parts; of another object one part alone."""
+    """An entry of a checkpoint: a tensor's type, shape and parts. Of any other object it has the parts alone."""
 
     dtype: Any
     shape: list[int]
-    parts: list[tuple[list[int], str, int, int]]  # offset in the tensor; file, and place and length in it
+    parts: list[tuple[list[int], str, int, int]]  # offsets in the tensor; file, and offset and length in it
 
 
 def read_metadata(folder: Path) -> dict[str, Stored]:
@@ -93,12 +105,12 @@ def read_metadata(folder: Path) -> dict[str, Stored]:
             dtype = getattr(torch, entry.state["properties"].state[0].__name__.removeprefix("torch."))
             stored[key] = Stored(dtype, _numbers(entry.state["size"], 1), [])
     for index, info in metadata["storage_data"].items():
-        key, offsets, place = index.state["fqn"], index.state.get("offset"), info.state
-        if not re.fullmatch(r"[\w.-]+\.distcp", place["relative_path"]):
-            raise CheckpointError(f"{path} points outside its folder, to {place['relative_path']}")
-        part = ([] if offsets is None else _numbers(offsets, 0), *map(place.get, ("relative_path", "offset", "length")))
+        key, offsets = index.state["fqn"], index.state.get("offset")
+        file, at, length = (info.state[name] for name in ("relative_path", "offset", "length"))
+        if not re.fullmatch(r"[\w.-]+\.distcp", file):
+            raise CheckpointError(f"{path} points outside its folder, to {file}")
         if key in stored:
-            stored[key].parts.append(part)
+            stored[key].parts.append(([] if offsets is None else _numbers(offsets, 0), file, at, length))
     return stored
 
 
@@ -111,14 +123,16 @@ def _numbers(size: Any, least: int) -> list[int]:
 
 
 def read_arguments(folder: Path, stored: Mapping[str, Stored]) -> argparse.Namespace:
-    """Read Megatron's arguments; those that are no plain values become a text that says so."""
+    """Read Megatron's arguments; one that is not a plain value becomes the text "an object"."""
+    common: dict[str, Any] = {}
     if (path := folder / "common.pt").is_file():
         common = read_pickle(_pickle_in(path.read_bytes()), str(path))
-    else:
+    elif _COMMON in stored:
         (common,) = read_pickle(_pickle_in(_bytes_of(folder, stored[_COMMON].parts[0])), f"{folder} ({_COMMON})")
-    return argparse.Namespace(
-        **{name: value if _is_plain(value) else "an object" for name, value in common["args"].state.items()}
-    )
+    if (args := common.get("args")) is None:
+        raise CheckpointError(f"{folder} has no arguments: Megatron's training loop did not save it")
+    plain = {name: value if _is_plain(value) else "an object" for name, value in args.state.items()}
+    return argparse.Namespace(**plain)
 
 
 def _is_plain(value: Any) -> bool:
@@ -134,18 +148,18 @@ def read_tensor(folder: Path, stored: Stored) -> Any:
 
     tensor = torch.full(stored.shape, torch.nan, dtype=stored.dtype)
     for part in stored.parts:
-        _pickle_in(data := _bytes_of(folder, part))
+        _pickle_in(data := _bytes_of(folder, part))  # refuses what is compressed
         rows = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         tensor[tuple(slice(at, at + size) for at, size in zip(part[0], rows.shape, strict=True))] = rows
     return tensor
 
 
 def _bytes_of(folder: Path, part: tuple[list[int], str, int, int]) -> bytes:
-    _, file, place, length = part
-    if not (path := folder / file).is_file():  # but a pipe or a device
+    _, file, at, length = part
+    if not (path := folder / file).is_file():  # a pipe or a device would never end
         raise ValueError(f"there is no file {file}")
     with path.open("rb") as stream:
-        stream.seek(place)
+        stream.seek(at)
         return stream.read(length)
 
 
@@ -181,13 +195,13 @@ class _Reader(pickle._Unpickler):  # in Python: that in C reserves gigabytes for
 class _Record:
     """What stands for an object: the arguments it was called with, and its state."""
 
+    arguments: tuple[Any, ...]
     state: Any = None
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
     def __new__(cls, *arguments: Any) -> Any:
-        return super().__new__(cls)
+        record = super().__new__(cls)
+        record.arguments = arguments
+        return record
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -90,7 +90,7 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
     loaded = load_tokenizer(str(tokenizer)) if tokenizer else None
     args, stored = read(folder)
     embedding, weights = stored["embedding.word_embeddings.weight"], {}
-    try:
+    with checkpoints.one_sentence(folder):
         refuse_others(args)
         if loaded:
             check_size(args, len(embedding), loaded)
@@ -99,10 +99,6 @@ def export(folder: Path, save: Path, tokenizer: Path | None = None) -> None:
             for name, weight in convert(key, stored.pop(key), config):
                 weights[name] = weight.to(embedding.dtype).clone(memory_format=torch.contiguous_format)
         check_weights(weights, config, folder)
-    except CheckpointError:
-        raise
-    except Exception as error:  # of transformers, too
-        raise CheckpointError(f"the arguments in {folder} are damaged ({error}): copy it again") from None
     with checkpoints.new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
         write_config(config, str(embedding.dtype).removeprefix("torch."), made)
@@ -121,7 +117,7 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
             "torch_dist --ckpt-convert-save FOLDER, which writes FOLDER/torch_dist"
         )
     left_out = ("optimizer.", "chained_", "simreg_")
-    try:
+    with checkpoints.one_sentence(folder):
         stored = checkpoints.read_metadata(folder)
         args = checkpoints.read_arguments(folder, stored)
         wanted = {key: entry for key, entry in stored.items() if entry.dtype and not key.startswith(left_out)}
@@ -129,11 +125,6 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
         if num_bytes > sum(path.stat().st_size for path in folder.glob("*.distcp")):
             raise ValueError("its tensors are larger than its .distcp files")
         tensors = {key: checkpoints.read_tensor(folder, entry) for key, entry in wanted.items()}
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged bytes make pickle and torch raise errors of any type
-        reason = (str(error).strip().splitlines() or [""])[-1]
-        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
     if "embedding.word_embeddings.weight" not in tensors:
         raise CheckpointError(f"{folder} has no embedding: Megatron's training loop did not save it")
     return args, tensors

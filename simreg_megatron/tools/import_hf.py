@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, refuse_taken
+from simreg_megatron.tools.checkpoints import TRACKER, CheckpointError, new_folder, one_sentence, refuse_taken
 from simreg_megatron.tools.export_hf import LAYER, LLAMA3_ROPE, SIZES, TOP, check_weights, join, rope_of
 
 if TYPE_CHECKING:
@@ -33,12 +33,8 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     refuse_taken(options.save)  # before all weights are read
-    try:
+    with one_sentence(options.model):
         config, weights = open_model(options.model)
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged files make transformers and safetensors raise errors of any type
-        raise CheckpointError(f"{options.model} cannot be read ({type(error).__name__}: {error})") from None
     save(options.save, config, weights)
     flags = ["--load", shlex.quote(str(options.save)), "--finetune"]
     for name, value in megatron_settings(config).items():
